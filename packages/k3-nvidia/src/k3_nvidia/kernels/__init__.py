@@ -1,0 +1,1 @@
+"""Device kernels, one file a kernel; launchers take tensors, never layers."""
