@@ -1,0 +1,1 @@
+"""The conformance suite: cases, poison and oracles that every implementation of an operator is run against."""
