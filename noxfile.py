@@ -14,8 +14,8 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "ci"))
 
-import envs
-import lanes
+import envs  # noqa: E402
+import lanes  # noqa: E402
 
 nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "none"
@@ -62,9 +62,8 @@ def tests(session: nox.Session) -> None:
 def tests_core(session: nox.Session) -> None:
     """The tests of k3-core on vLLM 0.32.0 (arguments go to pytest)."""
     runs = lanes.Runs(session)
-    runs.pytest(
-        _python(session, VLLM), "k3-core", *(session.posargs or ["-n2", "--dist=loadfile"]), *lanes.test_dirs("k3-core")
-    )
+    options = session.posargs or ["-n2", "--dist=loadfile"]
+    runs.pytest(_python(session, VLLM), "k3-core", *options, *lanes.test_dirs("k3-core"))
     runs.close()
 
 
@@ -120,7 +119,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def smoke(session: nox.Session) -> None:
-    """Install each wheel in a clean environment, alone or with core as its metadata says, and import and register it."""
+    """Install each wheel in a clean environment, import and register it."""
     lanes.smoke(session)
 
 
@@ -139,7 +138,7 @@ def bench_core(session: nox.Session) -> None:
 
 @nox.session(name="bench-nvidia")
 def bench_nvidia(session: nox.Session) -> None:
-    """Kernel benchmarks on an NVIDIA GPU against vLLM's own kernels (`-- --rows experts,kda`), in the current python."""
+    """Kernel benchmarks on an NVIDIA GPU beside vLLM's own kernels (`-- --rows experts,kda`), in the current python."""
     session.run(sys.executable, "packages/k3-nvidia/benchmarks/bench.py", *session.posargs)
 
 

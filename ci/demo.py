@@ -137,7 +137,7 @@ def completion(client: OpenAI) -> None:
         if event.choices:
             pieces.append(event.choices[0].text)
         usage = event.usage or usage
-    seconds = time.monotonic() - started
+    speed = usage.completion_tokens / (time.monotonic() - started)
     show(
         "streamed completion",
         [
@@ -145,7 +145,7 @@ def completion(client: OpenAI) -> None:
             ("pieces", str(len(pieces))),
             (
                 "tokens",
-                f"{usage.prompt_tokens} in, {usage.completion_tokens} out, {usage.completion_tokens / seconds:.1f} tokens/s",
+                f"{usage.prompt_tokens} in, {usage.completion_tokens} out, {speed:.1f} tokens/s",
             ),
         ],
     )
@@ -189,9 +189,8 @@ def main() -> None:
         if not kept:
             stop(server)
     if kept:
-        console.print(
-            f"still serving at http://127.0.0.1:{port}/v1 as {NAME}; stop it with: kill {server.pid}", highlight=False
-        )
+        where = f"http://127.0.0.1:{port}/v1"
+        console.print(f"still serving at {where} as {NAME}; stop it with: kill {server.pid}", highlight=False)
     else:
         console.print("server stopped")
 

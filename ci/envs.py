@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def _pip(venv: Path, *args: str) -> None:
         raise SystemExit("pip failed: " + " ".join(args) + "\n" + "\n".join(lines[-30:]))
 
 
-def _layer(venv: Path, stamp: str, key: str, make) -> None:  # noqa: ANN001
+def _layer(venv: Path, stamp: str, key: str, make: Callable[[], None]) -> None:
     """Run ``make`` unless the stamp says that this very content is already installed."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     mark = venv / f".k3-{stamp}"
@@ -88,7 +89,7 @@ def _create(venv: Path) -> None:
 
 def ensure_ci() -> Path:
     """The environment that holds nox and the wheel builder."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - this file is what an older interpreter meets first
         raise SystemExit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: run python3.11 ci ...")
     venv = VENVS / "ci"
     _create(venv)
@@ -136,16 +137,8 @@ def build_wheels(packages: tuple[str, ...] = PACKAGES, out: Path | None = None) 
         stem = package.replace("-", "_")
         for old in out.glob(f"{stem}-*.whl"):
             old.unlink()
-        command = [
-            str(python),
-            "-m",
-            "build",
-            "--no-isolation",
-            "--wheel",
-            "-o",
-            str(out),
-            str(ROOT / "packages" / package),
-        ]
+        source = str(ROOT / "packages" / package)
+        command = [str(python), "-m", "build", "--no-isolation", "--wheel", "-o", str(out), source]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"building {package} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")

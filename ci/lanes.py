@@ -1,4 +1,4 @@
-"""What the sessions of noxfile.py do, one function a lane; every lane runs on wheels and reports what it did not run."""
+"""What the sessions of noxfile.py do, one function a lane; every lane runs on wheels."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 import venv
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
-from pathlib import Path
 
 import envs
+import nox
 
 ROOT = envs.ROOT
 RESULTS = ROOT / "build" / "results"
@@ -27,7 +27,7 @@ class Count:
 class Runs:
     """A series of commands that all run even if one fails; ``close`` prints the sum and fails where one did."""
 
-    def __init__(self, session) -> None:  # noqa: ANN001
+    def __init__(self, session: nox.Session) -> None:
         self.session = session
         self.total = Count()
         self.broken: list[str] = []
@@ -131,7 +131,7 @@ def oldest_vllm(runs: Runs, name: str) -> None:
     runs.pytest(python, f"load {name}", "-m", "versions", *test_dirs("k3-core"))
 
 
-def vendor(session, package: str) -> None:  # noqa: ANN001
+def vendor(session: nox.Session, package: str) -> None:
     """Build one vendor's wheel, install it, run what the machine allows; say what was not run."""
     require = "--require-gpu" in session.posargs
     rest = [a for a in session.posargs if a != "--require-gpu"]
@@ -151,13 +151,14 @@ def vendor(session, package: str) -> None:  # noqa: ANN001
     runs.close()
 
 
-def smoke(session) -> None:  # noqa: ANN001
-    """Each wheel alone in an empty environment: installs without its dependencies, imports, registers, raises nothing."""
+def smoke(session: nox.Session) -> None:
+    """Each wheel in an empty environment without its dependencies: imports, registers, raises nothing."""
     runs = Runs(session)
     code = (
         "import importlib, importlib.metadata as m, sys; name = sys.argv[1]; module = name.replace('-', '_')\n"
-        "importlib.import_module(module); p = importlib.import_module(module + ('.vllm.plugin' if name == 'k3-core' else '.plugin'))\n"
-        "p.register(); print(name, m.version(name), 'imports and registers')"
+        "room = '.vllm.plugin' if name == 'k3-core' else '.plugin'\n"
+        "importlib.import_module(module); plugin = importlib.import_module(module + room)\n"
+        "plugin.register(); print(name, m.version(name), 'imports and registers')"
     )
     for package in envs.PACKAGES:
         home = envs.VENVS / f"smoke-{package}"
@@ -169,14 +170,14 @@ def smoke(session) -> None:  # noqa: ANN001
     runs.close()
 
 
-def bench_core(session, python: str) -> None:  # noqa: ANN001
+def bench_core(session: nox.Session, python: str) -> None:
     """Run k3-core's benchmarks one after another, then render their page."""
     for script in sorted((ROOT / "packages/k3-core/benchmarks").glob("bench_*.py")):
         session.run(python, str(script), *session.posargs)
-    session.run(python, "ci/render_benchmarks.py")
+    session.run(python, "ci/render_docs.py")
 
 
-def docs(session) -> None:  # noqa: ANN001
+def docs(session: nox.Session) -> None:
     """mkdocs in strict mode."""
     home = envs.VENVS / "docs"
     if not envs.python_of(home).exists():
