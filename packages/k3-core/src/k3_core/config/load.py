@@ -5,7 +5,7 @@ the constants that the arithmetic assumes, build the typed objects, check the re
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -256,7 +256,7 @@ def _constant(raw: Mapping[str, Any], key: str, expected: Any, path: str, *, req
         raise ConfigError(f"{path}{key} = {raw[key]!r}: only {expected!r} is supported")
 
 
-def _one_of(raw: Mapping[str, Any], key: str, allowed: Iterable[str], path: str) -> None:
+def _one_of(raw: Mapping[str, Any], key: str, allowed: tuple[str, ...], path: str) -> None:
     if raw.get(key) not in allowed:
         state = f"= {raw[key]!r}" if key in raw else "is missing"
         raise ConfigError(f"{path}{key} {state}: expected {' or '.join(map(repr, allowed))}")

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from k3_core.errors import ConfigError
 
-FORMAT = "mxfp4-pack-quantized"
-GROUP_SIZE = 32
+FORMAT: Literal["mxfp4-pack-quantized"] = "mxfp4-pack-quantized"
+GROUP_SIZE: Literal[32] = 32
 
 _ROUTED_EXPERT = re.compile(
     r"(?:^|\.)(?:block_sparse_moe|mlp)\.experts(?:\.\d+)?(?:\.w(?:1|2|3|13))?(?:\.weight(?:_packed|_scale)?)?$"
