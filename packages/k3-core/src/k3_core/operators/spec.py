@@ -24,7 +24,7 @@ LAYOUTS: Mapping[Layout, str] = {
     "scalar": "a Python number, string or object, no tensor",
     "dense": "contiguous",
     "rows": "axes after the first are contiguous; stride(0) is anything >= the row, so padded rows and slices of a "
-    "fused projection are legal; the storage offset is arbitrary",
+    "fused projection are legal. Addresses and stride(0) are multiples of 16 bytes, unless the row itself is not",
     "pool": "one payload per slot, contiguous inside; stride(0) (the cache page) is anything >= the payload and may "
     "exceed 4 GiB in bytes; gaps between payloads belong to others and are neither used nor written",
     "conv_pool": "as pool, but inside a slot either axis may be the contiguous one: SD (channel contiguous, vLLM's "

@@ -1,6 +1,6 @@
 """The one table of operators: names, signatures, conventions, oracles and tolerances.
 
-Symbols: T tokens (rows), B sequences, N local heads, D head dimension (V = K = D in the state [slot, head, V, K]),
+Symbols: T tokens (rows), B sequences, N local heads, D head dimension (V = K = D in K3; kda_prefill keeps V and K apart),
 C = 3*N*D convolution channels (q then k then v), W taps of the short convolution (4), P = W-1+num_spec columns of the
 convolution state, Q = 1+num_spec, S slots of a pool, H hidden size, M bank slots, E experts held here, A all experts,
 X = routed experts a token, L latent size, I expert width held here, R selected rows.
@@ -41,14 +41,14 @@ def _once(extra: float, norm: float, why: str) -> Bound:
 _SLOTS = Arg("slot_mapping", ("B",), "index", layout="any", note="<= 0: null block or padding, skip")
 _CU = Arg("cu_seqlens", ("B+1",), "i32", note="starts at 0, non-decreasing; empty sequences are legal; may end below T")
 _INIT = Arg("has_initial_state", ("B",), "bool", note="false: start from zeros whatever the slot holds (it may be NaN)")
-_RECURRENT = Arg("recurrent_state", ("S", "N", "D", "D"), "state", "inout", "pool", note="[slot, head, V, K]")
+_RECURRENT = Arg("recurrent_state", ("S", "N", "V", "K"), "state", "inout", "pool")
 _CONV = Arg(
     "conv_state", ("S", "C", "P"), "act", "inout", "conv_pool",
     note="raw (pre-convolution) inputs, oldest first, in columns 0..W-2 after a prefill or decode step",
 )  # fmt: skip
 _GATE_PARAMS = (
     Arg("a_log", ("N",), "f32", note="head-wise, already cut to the local heads"),
-    Arg("dt_bias", ("N", "D"), "f32"),
+    Arg("dt_bias", ("N", "K"), "f32"),
     Arg("lower_bound", dtype="float", layout="scalar", optional=True, note="g = lower_bound * sigmoid(exp(a_log) * "
         "(z + dt_bias)); None: g = -exp(a_log) * softplus(z + dt_bias). Not a clamp of the softplus gate"),
 )  # fmt: skip
@@ -100,7 +100,7 @@ ATTN_RES = Operator(
         Arg("norm_weight", ("H",), "param", note="folded with proj_weight in fp32 before the reduction"),
         Arg("proj_weight", ("H",), "param"),
         Arg("eps", dtype="float", layout="scalar"),
-        Arg("num_blocks", dtype="int", layout="scalar", 
+        Arg("num_blocks", dtype="int", layout="scalar",
             note="bank slots 0..num_blocks-1 are sources, the rest may be NaN"),
         Arg("write_block", dtype="int", layout="scalar", optional=True, keyword=True, default=None,
             note="slot that receives the new prefix; must be >= num_blocks, so it is never a source of this call"),
@@ -173,17 +173,17 @@ KDA_PREFILL = Operator(
     name="kda_prefill",
     summary="gate, q/k normalisation and the delta-rule recurrence over whole sequences; state in and out",
     args=(
-        Arg("q", ("T", "N", "D"), layout="rows", note="after the convolution, not normalised"),
-        Arg("k", ("T", "N", "D"), layout="rows", note="after the convolution, not normalised"),
-        Arg("v", ("T", "N", "D"), layout="rows", note="after the convolution"),
-        Arg("z", ("T", "N", "D"), layout="rows", note="forget projection before dt_bias"),
+        Arg("q", ("T", "N", "K"), layout="rows", note="after the convolution, not normalised"),
+        Arg("k", ("T", "N", "K"), layout="rows", note="after the convolution, not normalised"),
+        Arg("v", ("T", "N", "V"), layout="rows", note="after the convolution"),
+        Arg("z", ("T", "N", "K"), layout="rows", note="forget projection before dt_bias"),
         Arg("beta", ("T", "N"), "f32", layout="rows", note="after the sigmoid"),
         *_GATE_PARAMS,
         _RECURRENT,
         _SLOTS,
         _CU,
         _INIT,
-        _out(("T", "N", "D")),
+        _out(("T", "N", "V")),
     ),
     returns=("out",),
     results=("out", "recurrent_state"),
@@ -255,8 +255,8 @@ KDA_VERIFY = Operator(
         *_FUSED_INPUTS,
         _CONV,
         _RECURRENT,
-        Arg("slot_mapping", ("B", "Q"), "index", layout="any", 
-            note="recurrent slot of each token; column 0 is also the conv slot; a row whose column 0 is <= 0 is padding"),
+        Arg("slot_mapping", ("B", "Q"), "index", layout="any",
+            note="recurrent slot of each token; column 0 is also the conv slot; column 0 <= 0: padding row"),
         Arg("num_accepted", ("B",), "i32", note="tokens of the previous step that were accepted, 1..Q; anything in "
             "padding rows"),
         _CU,
@@ -316,7 +316,7 @@ EXPERTS = Operator(
     summary="routed experts on the latent: gate/up, activation, down, weighted sum; this rank's part, not reduced",
     args=(
         Arg("x", ("T", "L"), layout="rows", note="latent after the down-projection"),
-        Arg("weights", dtype="object", layout="scalar", 
+        Arg("weights", dtype="object", layout="scalar",
             note="what this implementation's prepare(ExpertWeights) returned"),
         Arg("topk_weights", ("T", "X"), "f32"),
         Arg("topk_ids", ("T", "X"), "i32", note="global ids; < 0: no expert"),
@@ -331,7 +331,7 @@ EXPERTS = Operator(
     results=("out",),
     contract="k3_core.contracts.moe.latent_experts",
     rules=(
-        "ExpertWeights is the released layout, gate rows (w1) before up rows (w3); what prepare permutes is its own matter",
+        "ExpertWeights has the released layout, gate rows (w1) before up rows (w3); prepare may permute them",
         "a token none of whose experts is here gets zeros, whatever its latent holds (NaN in padding rows included)",
         "no norm here: routed_expert_norm comes after the reduction over ranks",
     ),

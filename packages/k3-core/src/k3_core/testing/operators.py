@@ -9,9 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from k3_core.operators import TABLE, Arg, Bound, CallSpec, ExpertWeights, Implementation, Operator, Verdict
+from k3_core.operators import (
+    TABLE,
+    Arg,
+    Bound,
+    CallSpec,
+    ExpertWeights,
+    Implementation,
+    Operator,
+    Verdict,
+    markdown,
+    operator,
+)
 from k3_core.operators import check_signature as _check
-from k3_core.operators import markdown, operator
 
 __all__ = [
     "TABLE",
