@@ -61,7 +61,7 @@ def python_of(venv: Path) -> Path:
 
 def _pip(venv: Path, *args: str) -> None:
     """Run pip, hiding its progress but not its errors."""
-    command = [str(python_of(venv)), "-m", "pip", "install", "-q", "--disable-pip-version-check", *args]
+    command = [str(python_of(venv)), "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check", *args]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         noise = re.compile(r"^WARNING: Location '.*' is ignored")
