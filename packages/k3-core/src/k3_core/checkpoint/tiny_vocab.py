@@ -8,6 +8,7 @@ the released order, so that the id of a special token is its released id - 16358
 import base64
 import re
 from collections import Counter
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -66,12 +67,13 @@ def area(width, height):
 for i in range(10):
     print(i, area(i, i + 1))
 image 448x448 image 1024x768 image 640x480; 0 1 2 3 10 100 1000 2026; 3.14159, 2.71828.
-Wie spät ist es? Où est la gare? ¿Dónde está el puerto? Который час? 今天天气怎么样？图片里有什么？港に船があります。
+Wie spät ist es? Où est la gare? ¿Dónde está el puerto? Который час? 今天天气很好。图片里有一座灯塔。港に船があります。
 Counting the waves, the keeper writes: first, second, third, fourth; then the counting starts again, and again.
 """
 
 
-def mergeable_ranks(num_ranks: int = NUM_RANKS) -> list[bytes]:
+@lru_cache(maxsize=4)
+def mergeable_ranks(num_ranks: int = NUM_RANKS) -> tuple[bytes, ...]:
     """The tokens in rank order: the 256 bytes, then merges of the most frequent neighbouring pair.
 
     Raises ConfigError for fewer than 256 ranks, or more than the sample text can give.
@@ -91,7 +93,7 @@ def mergeable_ranks(num_ranks: int = NUM_RANKS) -> list[bytes]:
         best = max(pairs, key=lambda pair: (pairs[pair], pair))
         ranks.append(best[0] + best[1])
         pieces = {word: _merge(parts, best) for word, parts in pieces.items()}
-    return ranks
+    return tuple(ranks)
 
 
 def _merge(parts: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
