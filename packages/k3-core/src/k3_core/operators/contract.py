@@ -151,7 +151,7 @@ def kda_verify(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See the table. Raises ValueError where a live row has more tokens than slots or an accepted count outside 1..Q."""
+    """See the table. Raises ValueError where a live row has more than Q tokens or an accepted count outside 1..Q."""
     live = _live(slot_mapping[:, 0], cu_seqlens)
     rows, bounds, conv_slots = _select(slot_mapping[:, 0], cu_seqlens, live)
     result = torch.zeros(z.shape, dtype=qkv.dtype, device=qkv.device)

@@ -83,13 +83,14 @@ class Bound:
     """How far one result may be from the fp64 oracle.
 
     norm: ||x - ref|| / ||ref|| over the whole tensor. rtol, atol: every element obeys
-    ``|x - ref| <= rtol * |ref| + atol * rms(ref over its row)``; a row is the last axis (the last two for a state).
-    exact: same bits, nothing else is looked at.
+    ``|x - ref| <= rtol * |ref| + atol * rms(ref over its row) + floor``; a row is the last axis (the last two for a
+    state). floor: absolute, where small values mean nothing. exact: same bits, nothing else is looked at.
     """
 
     norm: float = 0.0
     rtol: float = 0.0
     atol: float = 0.0
+    floor: float = 0.0
     exact: bool = False
     reason: str = ""
 
