@@ -1,0 +1,315 @@
+"""The differences between the supported releases of vLLM, all of them in this module.
+
+Each function says which releases differ and how. vLLM is imported inside the functions, so that importing this module
+costs nothing and works beside any release.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Undo = Callable[[], None]
+
+# ---------------------------------------------------------------------------------------------------- registration
+
+
+def register_model(architecture: str, target: str) -> Undo:
+    """Let vLLM load ``architecture`` from ``target`` (``"module:Class"``), replacing an in-tree model of that name."""
+    from vllm.model_executor.models import ModelRegistry
+
+    undo = _replace(ModelRegistry.models, architecture)
+    ModelRegistry.register_model(architecture, target)
+    return undo
+
+
+def register_config_hook(architecture: str, target: str) -> Undo:
+    """Call ``target`` (``"module:Class"``) for models of ``architecture`` while vLLM settles its configuration.
+
+    The map is vLLM's own extension point for architectures and has the same two methods from 0.23 to 0.33.
+    """
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    class Hook(VerifyAndUpdateConfig):  # type: ignore[misc]
+        """Loads the wheel's hook on first use: registration stays cheap."""
+
+        @staticmethod
+        def verify_and_update_model_config(model_config: Any) -> None:
+            _load(target).verify_and_update_model_config(model_config)
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            _load(target).verify_and_update_config(vllm_config)
+
+    undo = _replace(MODELS_CONFIG_MAP, architecture)
+    MODELS_CONFIG_MAP[architecture] = Hook
+    return undo
+
+
+def register_config_classes() -> Undo:
+    """Give transformers our configuration classes where vLLM has none.
+
+    0.27 and later know ``kimi_k3``, 0.23 and later ``kimi_linear``; vLLM's own class wins where it exists.
+    """
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    missing = [name for name in ("kimi_linear", "kimi_k3") if name not in _CONFIG_REGISTRY]
+    if missing:
+        from transformers import AutoConfig
+
+        from k3_core.vllm import config
+
+        for name in missing:
+            AutoConfig.register(name, config.CLASSES[name], exist_ok=True)
+    return _nothing  # transformers offers no way back, and a known model type harms nobody
+
+
+def register_tokenizer(mode: str, module: str, name: str) -> Undo:
+    """Use ``module.name`` for ``--tokenizer-mode mode``. The registry's method warns when replacing; its table does not."""
+    from vllm.tokenizers.registry import TokenizerRegistry
+
+    undo = _replace(TokenizerRegistry.tokenizers, mode)
+    TokenizerRegistry.tokenizers[mode] = (module, name)
+    return undo
+
+
+def register_renderer(mode: str, module: str, name: str) -> Undo:
+    """Use ``module.name`` to render chats in ``--tokenizer-mode mode``."""
+    from vllm.renderers.registry import RENDERER_REGISTRY
+
+    undo = _replace(RENDERER_REGISTRY.renderers, mode)
+    RENDERER_REGISTRY.renderers[mode] = (module, name)
+    return undo
+
+
+def register_parsers() -> Undo:
+    """Parse replies with our own parsers under ``--reasoning-parser kimi_k3`` and ``--tool-call-parser kimi_k3``."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    module = "k3_core.vllm.parsers"
+    undos = [_replace(ReasoningParserManager.lazy_parsers, "kimi_k3"), _replace(ToolParserManager.lazy_parsers, "kimi_k3")]
+    for loaded in (ReasoningParserManager.reasoning_parsers, ToolParserManager.tool_parsers):
+        undos.append(_replace(loaded, "kimi_k3"))
+        loaded.pop("kimi_k3", None)
+    ReasoningParserManager.register_lazy_module("kimi_k3", module, "K3ReasoningParser")
+    ToolParserManager.register_lazy_module("kimi_k3", module, "K3ToolParser")
+
+    def undo() -> None:
+        for step in undos:
+            step()
+
+    return undo
+
+
+def _replace(table: dict[str, Any], key: str) -> Undo:
+    """An undo that restores ``table[key]``, or its absence."""
+    if key in table:
+        before = table[key]
+        return lambda: table.__setitem__(key, before)
+    return lambda: table.pop(key, None) and None
+
+
+def _nothing() -> None:
+    """An undo for a step that cannot or need not be undone."""
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# --------------------------------------------------------------------------------------------------- configuration
+
+
+def released_config(model_config: Any) -> dict[str, Any]:
+    """The checkpoint's ``config.json`` as released, with the user's ``--hf-overrides`` applied.
+
+    vLLM's configuration object is not used: the classes of different releases add and rename keys.
+    """
+    raw = repository_json(model_config, "config.json")
+    overrides = getattr(model_config, "hf_overrides", None)
+    return _merged(raw, overrides) if isinstance(overrides, Mapping) else dict(raw)
+
+
+def repository_json(model_config: Any, file: str) -> dict[str, Any]:
+    """A JSON file of the checkpoint, local or on the hub. Raises ConfigError where there is none."""
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    from k3_core.errors import ConfigError
+
+    try:
+        raw = get_hf_file_to_dict(file, model_config.model, model_config.revision)
+    except ValueError as error:  # json.JSONDecodeError
+        raise ConfigError(f"{model_config.model}/{file}: not valid JSON ({error})") from error
+    if raw is None:
+        raise ConfigError(f"{model_config.model}: no {file} found; Kimi K3 needs it")
+    return dict(raw)
+
+
+def checkpoint_folder(model_config: Any, download: Callable[[], Any]) -> Path:
+    """The local folder of the checkpoint; ``download`` fetches one that vLLM knows by its name on the hub."""
+    folder = Path(model_config.model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    download()
+    return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+
+
+def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(raw)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def own_latent_attention(model_config: Any) -> None:
+    """Tell vLLM that this model brings its own latent attention.
+
+    vLLM takes ``model_type: kimi_linear`` for its MLA and then, on a CPU, switches chunked prefill and prefix caching
+    off and forces 16-token blocks, for a kernel that is not used here. ``VLLM_MLA_DISABLE=1`` would prevent that for
+    every model of the process; this does it for the one model. Same fields from 0.23 to 0.33.
+    """
+    model_config.model_arch_config.is_deepseek_mla = False
+    if model_config.use_mla:
+        raise RuntimeError("this release of vLLM decides about MLA elsewhere; set VLLM_MLA_DISABLE=1")
+
+
+def own_quantization(model_config: Any) -> None:
+    """Hide the checkpoint's quantisation from vLLM: the reference reads packed experts itself.
+
+    Otherwise vLLM would look for kernels of ``compressed-tensors``, and refuse or convert.
+    """
+    for config in (model_config.hf_config, model_config.hf_text_config, model_config.model_arch_config):
+        if getattr(config, "quantization_config", None) is not None:
+            config.quantization_config = None
+
+
+def no_compilation(vllm_config: Any) -> None:
+    """Skip vLLM's warm-up for compiled models; the reference is plain PyTorch and is not compiled."""
+    from vllm.config import CompilationMode
+
+    vllm_config.compilation_config.mode = CompilationMode.NONE
+
+
+def can_copy_states_on_cpu() -> bool:
+    """Whether this release can copy recurrent states between cache blocks on a CPU (0.23 has only a Triton kernel)."""
+    from vllm.utils import cpu_triton_utils
+
+    return any("batch_memcpy" in name for name in dir(cpu_triton_utils))
+
+
+# ---------------------------------------------------------------------------------------------- chats and images
+
+
+def chat_utils() -> Any:
+    """The module with ``parse_chat_messages``; it moved between 0.27 and 0.32."""
+    try:
+        return importlib.import_module("vllm.renderers.chat_utils")
+    except ModuleNotFoundError:
+        return importlib.import_module("vllm.entrypoints.chat_utils")
+
+
+class ProcessorCall(NamedTuple):
+    """What vLLM hands to ``_call_hf_processor``."""
+
+    text: str | None
+    images: list[Any]
+    options: dict[str, Any]
+
+
+#: Options that vLLM's own code adds and that concern text only.
+_TEXT_OPTIONS = ("truncation", "add_special_tokens", "max_length", "padding")
+
+
+def processor_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ProcessorCall:
+    """Read the arguments of ``_call_hf_processor``.
+
+    Up to 0.27: (prompt, mm_data, mm_kwargs, tok_kwargs), and the result must hold the prompt's ``input_ids``; 0.32:
+    (hf_data, hf_kwargs), without a prompt.
+    """
+    names = ("prompt", "mm_data", "mm_kwargs", "tok_kwargs") if len(args) + len(kwargs) == 4 else ("hf_data", "hf_kwargs")
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    data = given["mm_data"] if "prompt" in given else given["hf_data"]
+    options = given["mm_kwargs"] if "prompt" in given else given["hf_kwargs"]
+    return ProcessorCall(
+        text=given.get("prompt"),
+        images=list(data.get("images") or []),
+        options={name: value for name, value in options.items() if name not in _TEXT_OPTIONS},
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the cache
+
+
+def backend_base() -> type:
+    """vLLM's ``AttentionBackend`` with the method that releases up to 0.27 declare abstract."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    class Base(AttentionBackend):  # type: ignore[misc]
+        @staticmethod
+        def get_kv_cache_shape(
+            num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+        ) -> tuple[int, ...]:
+            return (num_blocks, block_size, head_size)
+
+    return Base
+
+
+def state_views(kv_cache: Any) -> tuple[Tensor, ...]:
+    """The state tensors bound to a recurrent layer: a tuple from 0.27 on, ``[[state, ...]]`` or a list before."""
+    if len(kv_cache) == 1 and isinstance(kv_cache[0], list | tuple):
+        kv_cache = kv_cache[0]
+    return tuple(kv_cache)
+
+
+def latent_pages(kv_cache: Any) -> Tensor:
+    """The latent cache as [blocks, tokens, width]: 0.32 hands out [blocks, 1, tokens, width], 0.23 a list of one."""
+    if isinstance(kv_cache, list | tuple):
+        kv_cache = kv_cache[0]
+    return kv_cache.squeeze(1) if kv_cache.dim() == 4 else kv_cache
+
+
+def whole_state_copy() -> Callable[..., Any]:
+    """The copy specification for prefix caching that copies one whole state.
+
+    Right for both states here: without speculative decoding the window of the convolution is never shifted.
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+
+    return get_temporal_copy_spec  # type: ignore[no-any-return]
+
+
+def mamba_type() -> Any:
+    """A member of vLLM's list of recurrent layers; only its identity is used, the backend is our own."""
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    return MambaAttentionBackendEnum.GDN_ATTN
+
+
+def forward_metadata(prefix: str) -> Any | None:
+    """This step's metadata for the layer ``prefix``; None when there is none (profiling, warm-up).
+
+    vLLM passes None, an empty dict, or a dict without the layer.
+    """
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata
+    if isinstance(metadata, list):  # micro-batches, which the reference does not use
+        metadata = metadata[0] if metadata else None
+    if not isinstance(metadata, Mapping):
+        return None
+    return metadata.get(prefix)
+
+
+def element_size(dtype: torch.dtype) -> int:
+    """Bytes of one element."""
+    return torch.empty((), dtype=dtype).element_size()

@@ -1,0 +1,109 @@
+"""What the reference model does not serve, refused in seconds: before weights load, in one message each.
+
+vLLM calls :class:`ReferenceHook` while it settles its configuration, in the process the user started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from k3_core import checkpoint
+from k3_core.config import K3Config, load_config
+from k3_core.errors import UnsupportedError
+from k3_core.vllm import compat
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class ReferenceHook:
+    """vLLM's configuration hook for the reference model."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Check ``config.json`` and take over what vLLM would otherwise decide by the model's family.
+
+        Raises ConfigError for a configuration that cannot be Kimi K3, UnsupportedError for an unsupported option.
+        """
+        config = load_config(compat.released_config(model_config))
+        if model_config.quantization is not None:
+            raise UnsupportedError(
+                f"--quantization {model_config.quantization}: leave it out; the checkpoint says how its experts are stored"
+            )
+        compat.own_quantization(model_config)
+        compat.own_latent_attention(model_config)
+        if model_config.tokenizer_mode == "auto" and _has_k3_vocabulary(config):
+            model_config.tokenizer_mode = "kimi_k3"
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Refuse what cannot work, check the shards' headers, and skip vLLM's warm-up.
+
+        Raises UnsupportedError with all reasons, CheckpointError for the first damaged shard.
+        """
+        reasons = [*not_now(vllm_config), *reference_only(vllm_config)]
+        if reasons:
+            raise UnsupportedError("the Kimi K3 reference model cannot serve this: " + "; ".join(reasons))
+        compat.no_compilation(vllm_config)
+        multimodal = vllm_config.model_config.multimodal_config
+        if multimodal is not None:
+            # The largest image has 67,000 patches; attention over them takes minutes on a CPU and measures nothing.
+            multimodal.skip_mm_profiling = True
+        verify_headers(vllm_config)
+
+
+def not_now(vllm_config: Any) -> Iterator[str]:
+    """What no wheel of this project serves yet, by name."""
+    if vllm_config.lora_config is not None:
+        yield "LoRA adapters are not supported; leave out --enable-lora"
+    if vllm_config.speculative_config is not None:
+        yield "draft models are not supported; leave out --speculative-config"
+    if vllm_config.kv_transfer_config is not None:
+        yield "KV transfer (prefill/decode disaggregation, KV offload) is not supported; leave out --kv-transfer-config"
+    if getattr(vllm_config.cache_config, "kv_offloading_size", None):
+        yield "KV offload is not supported; leave out --kv-offloading-size"
+    offload = getattr(vllm_config.cache_config, "cpu_offload_gb", 0)
+    if offload:
+        yield "weight offload is not supported; leave out --cpu-offload-gb"
+
+
+def reference_only(vllm_config: Any) -> Iterator[str]:
+    """What the reference model alone does not do."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    if model.dtype not in DTYPES:
+        yield f"dtype {model.dtype} is not supported; use --dtype float32 or --dtype bfloat16"
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            yield f"it runs on one rank; set --{name.replace('_', '-')} 1"
+    if getattr(parallel, "enable_expert_parallel", False):
+        yield "it runs on one rank; leave out --enable-expert-parallel"
+    if str(cache.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
+        yield f"--kv-cache-dtype {cache.cache_dtype} is not supported; leave it at auto"
+    if cache.mamba_cache_mode == "all":
+        yield "--mamba-cache-mode all is not supported; use align"
+    if cache.mamba_ssm_cache_dtype not in ("auto", "float32", "bfloat16"):
+        yield f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype} is not supported; use float32 or bfloat16"
+    if str(getattr(vllm_config.load_config, "load_format", "auto")) == "dummy":
+        yield "--load-format dummy gives packed experts random NaN scales; write a random checkpoint with `k3 tiny`"
+    if cache.enable_prefix_caching and not compat.can_copy_states_on_cpu():
+        yield "prefix caching of recurrent states needs vLLM 0.26 or later on a CPU; pass --no-enable-prefix-caching"
+
+
+def verify_headers(vllm_config: Any) -> None:
+    """Compare the headers of all shards of a local checkpoint with the configuration, without reading a tensor.
+
+    Raises CheckpointError naming the first shard or tensor at fault. A checkpoint that is not a local folder is checked
+    while it loads.
+    """
+    folder = Path(vllm_config.model_config.model)
+    if not folder.is_dir():
+        return
+    checkpoint.verify_headers(folder, load_config(compat.released_config(vllm_config.model_config)))
+
+
+def _has_k3_vocabulary(config: K3Config) -> bool:
+    """Kimi-Linear's own releases use another vocabulary and chat format."""
+    return not config.is_kimi_linear

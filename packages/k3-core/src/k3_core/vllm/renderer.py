@@ -1,0 +1,112 @@
+"""Chats to token ids: segment by segment, through ``k3_core.chat.encode``.
+
+Kimi K3 has no chat template. Structure is encoded with special tokens and everything a user, a tool or an earlier reply
+wrote without them, each segment for itself, so text cannot become structure. Images keep their own mode (alpha
+included); ``--media-io-kwargs`` and the request's ``media_io_kwargs`` take precedence over that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.renderers.base import BaseRenderer
+from vllm.renderers.inputs.preprocess import parse_dec_only_prompt
+from vllm.utils.async_utils import make_async
+
+from k3_core import chat
+from k3_core.errors import ChatError
+from k3_core.multimodal import image_prompt
+from k3_core.vllm import compat
+from k3_core.vllm.processor import plain_image
+
+#: chat_template_kwargs of requests that are ours to interpret; others are refused by name.
+_THINKING = ("thinking", "enable_thinking", "thinking_effort", "reasoning_effort")
+_ENCODE = ("tools", "add_generation_prompt", "tool_choice", "response_format", "response_schema")
+#: What vLLM's entry points add for templates that are files; it has no meaning here.
+_IGNORED = ("chat_template", "return_dict", "tokenize", "documents", "return_assistant_tokens_mask")
+
+
+class K3Renderer(BaseRenderer):  # type: ignore[misc]
+    """vLLM's renderer for ``--tokenizer-mode kimi_k3``."""
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self._render_async = make_async(self._render, executor=self._executor)
+
+    def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
+        """The parsed conversation and its prompt: token ids, with the images for the multimodal processor.
+
+        Raises ChatError (400 for the client) for a conversation or an option that cannot be encoded.
+        """
+        conversation, mm_data, mm_uuids = compat.chat_utils().parse_chat_messages(
+            messages, self.model_config, **self._parse_options(params)
+        )
+        return self._finish(conversation, self._render(conversation, mm_data, params), mm_data, mm_uuids)
+
+    async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
+        """See :meth:`render_messages`; encoding runs in the renderer's pool."""
+        conversation, mm_data, mm_uuids = await compat.chat_utils().parse_chat_messages_async(
+            messages, self.model_config, **self._parse_options(params)
+        )
+        ids = await self._render_async(conversation, mm_data, params)
+        return self._finish(conversation, ids, mm_data, mm_uuids)
+
+    def _parse_options(self, params: Any) -> dict[str, Any]:
+        from vllm.multimodal.media.connector import merge_media_io_kwargs
+
+        return {
+            # Parts stay apart, so that images bind to image parts and never to text that looks like a placeholder.
+            "content_format": "openai",
+            "media_io_kwargs": merge_media_io_kwargs({"image": {"image_mode": None}}, params.media_io_kwargs),
+            "mm_processor_kwargs": params.mm_processor_kwargs,
+        }
+
+    def _render(self, conversation: list[Any], mm_data: Mapping[str, Any] | None, params: Any) -> list[int]:
+        options = encode_options(params)
+        images = [plain_image(image) for image in (mm_data or {}).get("image") or []]
+        tokenizer = self.get_tokenizer()
+        encoded = chat.encode(
+            conversation,
+            options.pop("tools", None),
+            tokenizer=tokenizer.k3,
+            image_prompts=[image_prompt(*image.size) for image in images] or None,
+            **options,
+        )
+        return encoded.ids
+
+    def _finish(self, conversation: list[Any], ids: list[int], mm_data: Any, mm_uuids: Any) -> tuple[list[Any], Any]:
+        prompt = parse_dec_only_prompt(ids)
+        if mm_data is not None:
+            prompt["multi_modal_data"] = mm_data
+        if mm_uuids is not None:
+            prompt["multi_modal_uuids"] = mm_uuids
+        return conversation, prompt
+
+
+def encode_options(params: Any) -> dict[str, Any]:
+    """The options of ``chat.encode`` that a request's ``ChatParams`` ask for.
+
+    Raises ChatError for a ``chat_template``, an unknown ``chat_template_kwargs`` entry, and contradictory options.
+    """
+    given = dict(params.get_apply_chat_template_kwargs())
+    if given.get("chat_template"):
+        raise ChatError("Kimi K3 has no chat template; leave out --chat-template and chat_template")
+    if given.pop("continue_final_message", False):
+        raise ChatError("continue_final_message is not supported: a Kimi K3 message cannot be left open by the client")
+    unknown = sorted(set(given) - {*_THINKING, *_ENCODE, *_IGNORED})
+    if unknown:
+        raise ChatError(f"chat_template_kwargs {unknown} are unknown; Kimi K3 knows {sorted(_THINKING)}")
+    thinking = chat.resolve_thinking({name: given[name] for name in _THINKING if name in given})
+    options = {name: given[name] for name in _ENCODE if given.get(name) is not None}
+    for name in ("tool_choice", "response_format"):
+        value = getattr(params, name, None)  # fields of the request from 0.27 on
+        if value is not None:
+            options[name] = plain_value(value)
+    return {**options, "thinking": thinking.thinking, "thinking_effort": thinking.effort}
+
+
+def plain_value(value: Any) -> Any:
+    """A request field as plain data: pydantic models are dumped by their aliases."""
+    dump = getattr(value, "model_dump", None)
+    return dump(mode="json", by_alias=True, exclude_none=True) if callable(dump) else value
