@@ -3,9 +3,9 @@
 Tensor parallelism (K3-SPEC 2.3) cuts by head: q, k, v, g, f_b, b, the convolutions, dt_bias, A_log, q_b and kv_b by
 rows, o_proj by columns. Feed-forward widths are cut by rows of gate and up and columns of down. Embedding and lm_head
 are cut by vocabulary. f_a, g_a, o_norm, all norms, the AttnRes vectors, the router, the latent projections, q_a and
-kv_a are replicated. A_log's part is one of the normalised vector
-[heads] (`normalize_a_log`), whatever the stored shape. The vision tower is cut by head where the heads divide, else every rank holds all of it (7.4); the
-projector is replicated.
+kv_a are replicated. A_log's part is one of the normalised vector [heads] (`normalize_a_log`), whatever the stored
+shape. The vision tower is cut by head where the heads divide, else every rank holds all of it (7.4); the projector is
+replicated.
 
 Routed experts are cut along their width over tp * dp ranks, or, with expert parallelism, given whole to ranks in
 consecutive runs (6.4). Widths below a floor are padded (6.5): `expert_width` and `pad_expert`.
