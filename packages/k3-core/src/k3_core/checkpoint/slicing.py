@@ -237,8 +237,13 @@ def _even(dim: int, shape: tuple[int, ...], parts: int, index: int) -> Shard:
 
 
 def _cut(dim: int, shape: tuple[int, ...], *ranges: tuple[int, int]) -> Shard:
-    kept = tuple((start, stop) for start, stop in ranges if stop > start)
-    return WHOLE if kept == ((0, shape[dim]),) else Shard(dim, kept)
+    kept: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if kept and kept[-1][1] == start:
+            kept[-1] = (kept[-1][0], stop)
+        elif stop > start:
+            kept.append((start, stop))
+    return WHOLE if kept == [(0, shape[dim])] else Shard(dim, tuple(kept))
 
 
 def pad_expert(part: str, tensors: Mapping[str, Tensor], padded: int) -> dict[str, Tensor]:

@@ -54,8 +54,7 @@ def unpack(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) ->
     _check(packed, scale)
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(f"MXFP4 unpacks to a floating dtype, not {dtype}")
-    bytes_per_group = GROUP_SIZE // 2
-    groups = packed.reshape(*packed.shape[:-1], -1, bytes_per_group).to(torch.int32)
+    groups = packed.unflatten(-1, (scale.shape[-1], GROUP_SIZE // 2)).to(torch.int32)
     index = groups + (scale.to(torch.int32) << 8).unsqueeze(-1)
     table = _pairs(dtype, packed.device)
     return torch.nn.functional.embedding(index, table).reshape(*packed.shape[:-1], packed.shape[-1] * 2)
@@ -115,7 +114,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise CheckpointError(f"MXFP4 width {weight.shape[-1]} is not a multiple of {GROUP_SIZE}")
     if not bool(torch.isfinite(weight).all()):
         raise CheckpointError("MXFP4 cannot quantise NaN or infinity")
-    groups = weight.double().reshape(*weight.shape[:-1], -1, GROUP_SIZE)
+    groups = weight.double().unflatten(-1, (weight.shape[-1] // GROUP_SIZE, GROUP_SIZE))
     top = groups.abs().amax(-1)
     exponent = torch.frexp(top).exponent - 1 - _E2M1_EMAX  # frexp: top = m * 2^e with m in [0.5, 1)
     scale = torch.where(top > 0, (exponent + BIAS).clamp(0, NAN_SCALE - 1), 0).to(torch.uint8)
