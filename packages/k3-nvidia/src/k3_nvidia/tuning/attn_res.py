@@ -1,0 +1,36 @@
+"""Measured launch choices of the AttnRes kernel; ``attn_res.json`` says on which device and when.
+
+Rule for a device that was not measured: the table of the nearest one measured is used as it is; the kernel's results do
+not depend on the choice beyond fp32 rounding order.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import torch
+
+from k3_nvidia.kernels.attn_res import Config
+
+
+@functools.cache
+def _table() -> list[tuple[int, int, Config]]:
+    """(largest number of tokens, largest number of blocks, choice), in the order they are tried."""
+    data = json.loads(Path(__file__).with_suffix(".json").read_text())
+    return [(row["max_tokens"], row["max_blocks"], Config(**row["config"])) for row in data["rows"]]
+
+
+def choose(num_tokens: int, num_blocks: int, hidden_size: int) -> Config:
+    """The choice for a call: first row whose bounds hold; the last row has none."""
+    for max_tokens, max_blocks, config in _table():
+        if num_tokens <= max_tokens and num_blocks <= max_blocks:
+            return config
+    return _table()[-1][2]
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device; 2 for the interpreter on a CPU, so that persistence is exercised."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
