@@ -9,8 +9,8 @@ Rules the numbers follow:
   together exceed the L2 this is cold memory *and* free of launch gaps;
 * a pair is timed alternately, in one process, so that clocks and temperature hit both sides alike;
 * a check runs before the clock: a red check suppresses the figure and stands in the row instead;
-* results are one JSON file a topic, row by row, rewritten after each row; finished rows of the same device and versions are
-  skipped by a later call, so that a run can be cut into slices.
+* results are one JSON file a topic, rewritten after each row; finished rows of the same device and versions are skipped by
+  a later call, so that a run can be cut into slices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 Fn = Callable[[], Any]
 
 
-class CheckFailed(AssertionError):
+class CheckFailedError(AssertionError):
     """A correctness check before timing was red; the row has no figure."""
 
 
@@ -121,7 +121,7 @@ def capture(fns: Sequence[Fn]) -> torch.cuda.CUDAGraph:
 
 
 def time_graph(fns: Fn | Sequence[Fn], iters: int = 20, repeat: int = 1) -> float:
-    """Median microseconds a call inside a replayed CUDA graph of ``repeat`` rounds over ``fns`` (one function an input set)."""
+    """Median microseconds a call in a replayed CUDA graph of ``repeat`` rounds over ``fns`` (one an input set)."""
     return time_pair_graph([fns], iters, repeat)[0]
 
 
@@ -200,13 +200,13 @@ def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def require(ok: bool, what: str) -> None:
-    """Raise ``CheckFailed`` unless ``ok``."""
+    """Raise ``CheckFailedError`` unless ``ok``."""
     if not ok:
-        raise CheckFailed(what)
+        raise CheckFailedError(what)
 
 
 class Results:
-    """A JSON file of rows keyed by name. ``row`` runs a measurement once, records errors, and rewrites the file each time."""
+    """A JSON file of rows keyed by name. ``row`` measures once, records errors, and rewrites the file each time."""
 
     def __init__(self, path: str | os.PathLike[str], resume: bool = True) -> None:
         self.path = Path(path)
@@ -231,7 +231,7 @@ class Results:
             return self.rows[key]
         try:
             row = measure()
-        except CheckFailed as err:
+        except CheckFailedError as err:
             row = {"error": f"check failed, figure suppressed: {err}"}
         except Exception as err:
             row = {"error": f"{type(err).__name__}: {err}"[:600], "where": traceback.format_exc()[-1200:]}

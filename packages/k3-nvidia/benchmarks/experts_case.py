@@ -1,0 +1,129 @@
+"""Shapes, data and the float64 reference that the expert benchmarks and the tuning sweep share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from harness import relative_error, require
+
+from k3_nvidia.kernels import moe_layout
+from k3_nvidia.kernels.moe_layout import SwizzledExperts, empty_swizzled
+
+HIDDEN, LATENT, EXPERTS, TOP_K = 7168, 3584, 896, 16
+BETA, LINEAR_BETA = 4.0, 25.0
+ACT = {"hidden_act": "situ", "situ_beta": BETA, "situ_linear_beta": LINEAR_BETA}
+TOLERANCE = 8e-3  # operator table, experts in bfloat16: four roundings of 1.6e-3, doubled
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One rank's experts: how many are here and how wide they are."""
+
+    name: str
+    width: int
+    local: int
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """MXFP4 bytes of one expert here: three matrices of codes and scales, unpadded."""
+        return 3 * self.width * LATENT // 2 * 17 // 16
+
+
+TP16, TP8, EP16 = Shape("tp16", 192, 896), Shape("tp8", 384, 896), Shape("ep16", 3072, 56)
+SHAPES = {s.name: s for s in (TP16, TP8, EP16)}
+
+
+def random_experts(shape: Shape, seed: int) -> SwizzledExperts:
+    """Random codes with scales that keep activations around one; drawn in kernel layout (any words are legal codes)."""
+    gen = torch.Generator(device="cuda").manual_seed(seed)
+    out = empty_swizzled(shape.local, shape.width, LATENT, "cuda")
+    for words in (out.w13, out.w2):
+        for e in range(0, shape.local, 64):  # in pieces: random_ on int32 covers 31 bits, so two draws make a word
+            part = words[e : e + 64]
+            low = torch.randint(0, 1 << 16, part.shape, generator=gen, device="cuda", dtype=torch.int32)
+            part.copy_(
+                torch.randint(-(1 << 15), 1 << 15, part.shape, generator=gen, device="cuda", dtype=torch.int32) << 16
+            )
+            part |= low
+    for scales, base in ((out.s13, 120), (out.s2, 121)):
+        raw = torch.randint(base - 2, base + 2, (*scales.shape, 4), generator=gen, device="cuda", dtype=torch.int32)
+        scales.copy_(raw[..., 0] | raw[..., 1] << 8 | raw[..., 2] << 16 | raw[..., 3] << 24)
+    return out
+
+
+def expert_map(shape: Shape) -> torch.Tensor | None:
+    """Global to local expert of rank 0 under expert parallelism, else None."""
+    if shape.local == EXPERTS:
+        return None
+    ids = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
+    return torch.where(ids < shape.local, ids, -1)
+
+
+def random_inputs(tokens: int, seed: int) -> dict[str, torch.Tensor]:
+    """Hidden states, latents and a router whose choice is close to uniform."""
+    gen = torch.Generator(device="cuda").manual_seed(1000 + seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=gen, device="cuda")
+
+    return {
+        "hidden": normal(tokens, HIDDEN).bfloat16(),
+        "latent": (normal(tokens, LATENT) * 0.5).bfloat16(),
+        "router": (normal(EXPERTS, HIDDEN) * HIDDEN**-0.5).bfloat16(),
+        "bias": normal(EXPERTS) * 0.02,
+    }
+
+
+def reference_route(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(weights, ids, biased scores) in float64 (logits in fp32 would do; this is the judge)."""
+    logits = inputs["hidden"].double() @ inputs["router"].double().t()
+    scores = torch.sigmoid(logits)
+    biased = scores + inputs["bias"].double()
+    ids = biased.topk(TOP_K, dim=-1).indices
+    chosen = scores.gather(1, ids)
+    return chosen / chosen.sum(-1, keepdim=True), ids, biased
+
+
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def dequantise(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float64 weights from the released layout, from the definition."""
+    table = torch.tensor([*_VALUES, *(-v for v in _VALUES)], dtype=torch.float64, device=packed.device)
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
+    return table[codes] * torch.exp2(scale.double() - 127).repeat_interleave(32, dim=-1)
+
+
+def reference_experts(
+    latent: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: SwizzledExperts, rows: list[int]
+) -> torch.Tensor:
+    """float64 weighted sum for some token rows; ids are local, anything outside is elsewhere."""
+    out = torch.zeros(len(rows), LATENT, dtype=torch.float64, device="cuda")
+    picked = ids[rows]
+    for e in picked.unique().tolist():
+        if not 0 <= e < experts.num_experts:
+            continue
+        w = {k: dequantise(*v) for k, v in moe_layout.unpack_expert(experts, e).items()}
+        at, slot = (picked == e).nonzero(as_tuple=True)
+        x = latent[rows][at].double()
+        gate, up = x @ w["gate"].t(), x @ w["up"].t()
+        act = BETA * torch.tanh(gate / BETA) * torch.sigmoid(gate) * LINEAR_BETA * torch.tanh(up / LINEAR_BETA)
+        out[at] += weights[rows][at, slot].double()[:, None] * (act @ w["down"].t())
+    return out
+
+
+def check_experts(out: torch.Tensor, ref: torch.Tensor, rows: list[int], what: str) -> float:
+    """Raise CheckFailedError beyond the tolerance; returns the relative error."""
+    err = relative_error(out[rows], ref)
+    require(err <= TOLERANCE, f"{what}: relative error {err:.2e} against float64, bound {TOLERANCE:.0e}")
+    require(bool(torch.isfinite(out).all()), f"{what}: output not finite")
+    return err
+
+
+def sample_rows(tokens: int, most: int = 16) -> list[int]:
+    """First, last and some rows between."""
+    if tokens <= most:
+        return list(range(tokens))
+    step = (tokens - 1) / (most - 1)
+    return sorted({round(i * step) for i in range(most)})

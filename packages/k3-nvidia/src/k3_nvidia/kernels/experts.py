@@ -1,0 +1,234 @@
+"""Routed experts of one rank: work list, gate/up product with activation, down product, weighted sum.
+
+Operator ``experts`` of the table in ``k3_core.operators`` (weights as ``prepare`` returns them), and ``moe_forward``, which starts
+from the router's input and shares its launches. No host read anywhere: a CUDA graph of one call replays for any routing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from k3_nvidia.kernels import moe_worklist, router
+from k3_nvidia.kernels.experts_gemm import w2_kernel, w2_wide_kernel, w13_kernel
+from k3_nvidia.kernels.moe_combine import combine
+from k3_nvidia.kernels.moe_layout import SwizzledExperts, empty_swizzled, pack_expert_, supports_shape
+from k3_nvidia.kernels.moe_worklist import Worklist
+from k3_nvidia.kernels.situ import activation_code
+from k3_nvidia.kernels.triton_env import interpreting
+from k3_nvidia.tuning import experts as tuning
+from k3_nvidia.tuning.experts import Plan
+
+NARROW_BLOCKS = 12  # up to this many column blocks (width 768) the down product keeps y on chip
+
+
+def supports(
+    width: int, latent: int, dtype: torch.dtype = torch.bfloat16, capability: int = 90, quantised: bool = True
+) -> tuple[bool, str]:
+    """Whether the kernels take experts of that width and latent size, and why not. capability: 90 for sm_90."""
+    if not quantised:
+        return False, "experts: weights are not MXFP4; this kernel decodes MXFP4"
+    if dtype != torch.bfloat16:
+        return False, f"experts: activations are {dtype}; the kernels multiply bfloat16"
+    if capability < 80:
+        return False, f"experts: compute capability {capability / 10}; bfloat16 tensor cores start at 8.0"
+    ok, why = supports_shape(width, latent)
+    return (True, f"experts: MXFP4 W4A16, width {width}, latent {latent}") if ok else (False, f"experts: {why}")
+
+
+def prepare(weights: Any) -> SwizzledExperts:
+    """``ExpertWeights`` (released layout, gate rows before up rows) -> kernel layout, on the device of the weights."""
+    if weights.w13_scale is None or weights.w2_scale is None:
+        raise ValueError("experts: weights are not MXFP4 (no scales)")
+    experts, rows, half = weights.w13.shape
+    width, latent = rows // 2, half * 2
+    out = empty_swizzled(experts, width, latent, weights.w13.device)
+    pack_expert_(
+        out,
+        slice(None),
+        (weights.w13[:, :width], weights.w13_scale[:, :width]),
+        (weights.w13[:, width:], weights.w13_scale[:, width:]),
+        (weights.w2, weights.w2_scale),
+    )
+    return out
+
+
+def _plan(tokens: int, top_k: int, num_experts: int, weights: SwizzledExperts) -> Plan:
+    device = weights.w13.device
+    if device.type != "cuda":
+        return tuning.choose(tokens, top_k, num_experts, "default", 90, weights.padded_width)
+    props = torch.cuda.get_device_properties(device)
+    capability = props.major * 10 + props.minor
+    return tuning.choose(tokens, top_k, num_experts, props.name, capability, weights.padded_width)
+
+
+def _largest_divisor(value: int, most: int) -> int:
+    """Largest power of two <= most that divides value."""
+    size = 1
+    while size * 2 <= most and value % (size * 2) == 0:
+        size *= 2
+    return size
+
+
+def _between(dtype: torch.dtype) -> torch.dtype:
+    """Dtype between the products; the interpreter truncates bfloat16 instead of rounding it, so it keeps fp32."""
+    return torch.float32 if interpreting() else dtype
+
+
+def run_w13(
+    x: torch.Tensor, weights: SwizzledExperts, lst: Worklist, top_k: int, act: tuple[int, float, float], plan: Plan
+) -> torch.Tensor:
+    """Gate/up product and activation: [pairs, padded width] bf16 in sorted order (rows past the last pair unwritten)."""
+    pairs = lst.sorted.numel()
+    y = torch.empty(pairs, weights.padded_width, dtype=_between(x.dtype), device=x.device)
+    mb, kb = weights.w13.shape[1:3]
+    mt, kt = _largest_divisor(mb, plan.mt13), _largest_divisor(kb, plan.kt13)
+    pdl = plan.pdl and not interpreting()
+    options = {"launch_pdl": True} if pdl else {}
+    w13_kernel[(lst.max_items * (mb // mt),)](
+        x, weights.w13, weights.s13, y, lst.sorted, lst.work, lst.number, act[1], act[2],
+        x.stride(0), weights.w13.stride(0), weights.s13.stride(0), y.stride(0), top_k, mb, kb,
+        MT=mt, KT=kt, BN=lst.block_n, ACT=act[0], WIDE=weights.wide_scales, PDL=pdl, INTERPRET=interpreting(),
+        num_warps=plan.warps13, num_stages=plan.stages13, **options,
+    )  # fmt: skip
+    return y
+
+
+def run_w2(y: torch.Tensor, weights: SwizzledExperts, lst: Worklist, plan: Plan) -> torch.Tensor:
+    """Down product: [pairs, L] bf16 in pair order (rows of experts that are elsewhere unwritten)."""
+    pairs, latent = lst.sorted.numel(), weights.latent
+    d = torch.empty(pairs, latent, dtype=y.dtype, device=y.device)
+    mb, kb = weights.w2.shape[1:3]
+    mt = _largest_divisor(mb, plan.mt2)
+    pdl = plan.pdl and not interpreting()
+    options = {"launch_pdl": True} if pdl else {}
+    common = (y, weights.w2, weights.s2, d, lst.sorted, lst.work, lst.number)
+    strides = (y.stride(0), weights.w2.stride(0), weights.s2.stride(0), d.stride(0))
+    high = 1 << (kb.bit_length() - 1)
+    rest = kb - high
+    if kb <= NARROW_BLOCKS and rest & (rest - 1) == 0 and lst.block_n <= 64:
+        per_group = max(1, plan.rows2 * plan.mt2 // mt)
+        groups = triton.cdiv(mb // mt, per_group)
+        w2_kernel[(lst.max_items * groups,)](
+            *common, *strides, groups, per_group, mb, latent,
+            K1=high, K2=max(rest, 1), HAS2=rest > 0, MT=mt, BN=lst.block_n, WIDE=weights.wide_scales, PDL=pdl,
+            STAGES=plan.stages2, INTERPRET=interpreting(), num_warps=plan.warps2, num_stages=plan.stages2, **options,
+        )  # fmt: skip
+        return d
+    kt = _largest_divisor(kb, plan.kt2)
+    w2_wide_kernel[(lst.max_items * (mb // mt),)](
+        *common, *strides, mb, kb, latent,
+        MT=mt, KT=kt, BN=lst.block_n, WIDE=weights.wide_scales, PDL=pdl, INTERPRET=interpreting(),
+        num_warps=plan.warps2, num_stages=plan.stages2, **options,
+    )  # fmt: skip
+    return d
+
+
+def _check(x: torch.Tensor, weights: SwizzledExperts, ids: torch.Tensor) -> None:
+    if not isinstance(weights, SwizzledExperts):
+        raise ValueError(f"experts: weights must come from prepare(), got {type(weights).__name__}")
+    if x.dtype != torch.bfloat16 or x.stride(-1) != 1 or x.shape[-1] != weights.latent:
+        raise ValueError(
+            f"experts: x must be bfloat16 [T, {weights.latent}] with a contiguous last axis, got {x.dtype} {tuple(x.shape)}"
+        )
+    if x.stride(0) % 8 or x.data_ptr() % 16:
+        raise ValueError("experts: rows of x must start on 16 bytes")
+    if ids.dtype != torch.int32 or not ids.is_contiguous():
+        raise ValueError("experts: topk_ids must be int32 and contiguous")
+
+
+def experts(
+    x: torch.Tensor,
+    weights: SwizzledExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    hidden_act: str,
+    situ_beta: float | None,
+    situ_linear_beta: float | None,
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """Operator ``experts``: x bf16 [T, L], ids int32 [T, top_k] distinct in a row -> this rank's weighted sum [T, L].
+
+    Raises ValueError for operands the kernels do not take. ``plan`` overrides the tuned tiles (benchmarks, tests).
+    """
+    _check(x, weights, topk_ids)
+    tokens, top_k = topk_ids.shape
+    act = activation_code(hidden_act, situ_beta, situ_linear_beta)
+    if out is None:
+        out = torch.empty(tokens, weights.latent, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    total = weights.num_experts if expert_map is None else expert_map.numel()
+    plan = plan or _plan(tokens, top_k, total, weights)
+    lst = moe_worklist.build(topk_ids, weights.num_experts, plan.block_n, expert_map, plan.pdl)
+    return _products(x, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out)
+
+
+def _products(
+    x: torch.Tensor,
+    weights: SwizzledExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    lst: Worklist,
+    act: tuple[int, float, float],
+    plan: Plan,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    y = run_w13(x, weights, lst, topk_ids.shape[1], act, plan)
+    d = run_w2(y, weights, lst, plan)
+    return combine(d, topk_weights, topk_ids, weights.num_experts, expert_map, out, plan.combine_block, plan.pdl)
+
+
+def moe_forward(
+    hidden: torch.Tensor,
+    latent: torch.Tensor,
+    router_weight: torch.Tensor,
+    router_bias: torch.Tensor | None,
+    weights: SwizzledExperts,
+    top_k: int,
+    *,
+    hidden_act: str,
+    situ_beta: float | None,
+    situ_linear_beta: float | None,
+    renormalize: bool = True,
+    routed_scaling_factor: float = 1.0,
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """Router and experts together: hidden bf16 [T, H] routes, latent bf16 [T, L] is what the experts see -> [T, L].
+
+    Five launches up to 128 tokens. Same arithmetic as ``router_logits``, ``route`` and ``experts`` in a row.
+    """
+    tokens = hidden.shape[0]
+    if out is None:
+        out = torch.empty(tokens, weights.latent, dtype=latent.dtype, device=latent.device)
+    if tokens == 0:
+        return out
+    act = activation_code(hidden_act, situ_beta, situ_linear_beta)
+    plan = plan or _plan(tokens, top_k, router_weight.shape[0], weights)
+    topk_weights, topk_ids, lst = router.route_and_list(
+        hidden, router_weight, router_bias, top_k, weights.num_experts, plan.block_n, renormalize=renormalize,
+        factor=routed_scaling_factor, expert_map=expert_map, pdl=plan.pdl,
+    )  # fmt: skip
+    _check(latent, weights, topk_ids)
+    return _products(latent, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out)
+
+
+def warmup_profiles(config: Any, limits: Any) -> list[dict[str, int]]:
+    """Token counts that together reach every compiled variant: one on each side of every boundary of plans and masks."""
+    most = int(getattr(limits, "max_num_batched_tokens", 8192))
+    text = getattr(config, "text", config)
+    per_token = int(text.num_experts_per_token) / int(text.num_experts)
+    tables = tuning._tables()["default"]
+    edges = [1, 16, 17, 32, 33, 64, 65, 128, 129]
+    for row in tables:
+        edge = int(row.max_pairs / per_token) if row.max_pairs < 1e6 else most
+        edges += [edge, edge + 1]
+    return [{"tokens": t} for t in sorted({min(max(t, 1), most) for t in edges})]

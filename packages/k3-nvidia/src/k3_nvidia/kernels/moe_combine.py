@@ -1,0 +1,63 @@
+"""Weighted sum of the chosen experts' outputs: out[t] = sum_k w[t, k] d[t top_k + k], fp32, slot order, one rounding.
+
+A gather in a fixed order rather than atomics in the down product: the same batch gives the same bits. Rows of experts that are
+elsewhere (or id < 0) are neither read nor counted, whatever they hold. Bytes: (pairs + tokens) x L x 2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from k3_nvidia.kernels.moe_worklist import local_ids
+from k3_nvidia.kernels.triton_env import interpreting
+
+
+@triton.jit
+def combine_kernel(
+    d_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr, latent, num_local, top_k, stride_d, stride_out,
+    TK: tl.constexpr, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (column block, token)."""
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < latent
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TK):
+        used = k < top_k
+        ids = tl.load(ids_ptr + token * top_k + k, mask=used, other=-1)
+        _, here = local_ids(ids, map_ptr, num_local, HAS_MAP, used)
+        weight = tl.load(weights_ptr + token * top_k + k, mask=here, other=0.0)
+        d = tl.load(d_ptr + (token * top_k + k) * stride_d + column, mask=inside & here, other=0.0)
+        acc += tl.where(here, weight * d.to(tl.float32), 0.0)
+    tl.store(out_ptr + token * stride_out + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def combine(
+    d: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_local: int,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor,
+    block: int = 1024,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """d [T top_k, L] in pair order -> ``out`` [T, L] (any row stride); ids and map as in ``experts``."""
+    tokens, top_k = topk_ids.shape
+    if tokens == 0:
+        return out
+    latent = out.shape[1]
+    pdl = pdl and not interpreting()
+    options = {"launch_pdl": True} if pdl else {}
+    combine_kernel[(triton.cdiv(latent, block), tokens)](
+        d, topk_weights, topk_ids, topk_ids if expert_map is None else expert_map, out, latent, num_local, top_k,
+        d.stride(0), out.stride(0), TK=triton.next_power_of_2(top_k), BLOCK=block, HAS_MAP=expert_map is not None,
+        PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,267 @@
+"""MXFP4 expert weights in the order the Hopper kernels read them: a pure re-arrangement of bits, and its inverse.
+
+Source layout (compressed-tensors ``mxfp4-pack-quantized``): ``weight_packed[o, j]`` holds the e2m1 codes of input columns 2j
+(low nibble) and 2j+1 (high nibble); ``weight_scale[o, g]`` is the e8m0 byte of columns 32g..32g+31.
+
+Kernel layout. The weight is the left operand of a tensor-core product whose fragment of 16 rows x 16 columns gives lane
+``4 g + t`` rows g and g+8 and columns 2t, 2t+1, 2t+8, 2t+9. A **block** is 16 rows x 64 columns = 512 bytes = 32 lanes x 4
+words, so that one 16-byte load of a lane is exactly its operand registers of four fragments and nothing is exchanged between
+lanes. Word q of lane (g, t) of block (mt, kb) holds, in its half h (bits 16h..16h+15), the codes of
+
+    row mt*16 + 8*r + g,  column kb*64 + 32*c + 8*q + 2*t + h       r = 0, 1; c = 0, 1
+
+at position p = r + 2c. The positions are chosen so that an and (after a shift) leaves a bf16 subnormal whose value is the
+code's value times 2^-126: sign at bit 15, the three code bits at bits 8..6.
+
+    p = 0: sign 15, code 8..6      p = 1: sign 12, code 5..3 (shift left 3)      p = 2: sign 9, code 2..0 (shift left 6)
+    p = 3: sign 14 (left 1), exponent bits 11, 10 (right 3), mantissa bit 13 (right 7)
+
+One product with 2^126 * 2^(scale-127) in bf16 then gives the exact weight. The scale word of (mt, kb, g) has the scale bytes of
+the four (r, c) pairs at byte p.
+
+Rows: in ``w13`` the row pairs (r = 0, 1) are gate and up of the same channel, so the SiTU epilogue finds both in one thread; in
+``w2`` they are the plain rows g and g + 8. Rows are padded to a multiple of ``ROW_UNIT`` and columns to 64 with code 0 and scale
+byte 0 (a finite exponent: 0 x NaN must never arise).
+
+The idea of swizzling FP4 weights at load so that a lane's load is its tensor-core fragment is well known (Marlin, FasterTransformer
+and Triton's Hopper MXFP4 swizzle use relatives of it); the bit positions here are this project's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK_ROWS = 16
+BLOCK_COLS = 64
+ROW_UNIT = 64
+MAX_FAST_SCALE = 128
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _place(code: torch.Tensor, position: int) -> torch.Tensor:
+    """Bits (int32, within one half word) of a 4-bit code at position 0..3."""
+    sign, low = (code >> 3) & 1, code & 7
+    if position < 3:
+        return (sign << (15 - 3 * position)) | (low << (6 - 3 * position))
+    return (sign << 14) | ((low >> 1) << 10) | ((low & 1) << 13)
+
+
+def _extract(half: torch.Tensor, position: int) -> torch.Tensor:
+    """Inverse of ``_place``."""
+    if position < 3:
+        return (((half >> (15 - 3 * position)) & 1) << 3) | ((half >> (6 - 3 * position)) & 7)
+    return (((half >> 14) & 1) << 3) | (((half >> 10) & 3) << 1) | ((half >> 13) & 1)
+
+
+def _luts(device: torch.device) -> torch.Tensor:
+    """[4, 256] int32: the word bits that a source byte contributes at each position (low nibble half 0, high nibble half 1)."""
+    byte = torch.arange(256, dtype=torch.int64)
+    rows = [_place(byte & 15, p) | (_place(byte >> 4, p) << 16) for p in range(4)]
+    table = torch.stack(rows)
+    return torch.where(table >= 2**31, table - 2**32, table).to(torch.int32).to(device)
+
+
+def swizzle_rows(
+    low: torch.Tensor, high: torch.Tensor, low_scale: torch.Tensor, high_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Re-arrange row pairs into the kernel layout.
+
+    ``low``/``high``: uint8 [..., M, K/2], the packed rows with r = 0 and r = 1 (M a multiple of 8, K of 64);
+    ``low_scale``/``high_scale``: uint8 [..., M, K/32]. Returns words int32 [..., M/8, K/64, 128] and scale words int32
+    [..., M/8, K/64, 8]. Pure; works on any device.
+    """
+    lead, (rows, half_k) = low.shape[:-2], low.shape[-2:]
+    if rows % 8 or half_k % 32:
+        raise ValueError(
+            f"swizzle_rows: {rows} rows x {2 * half_k} columns; need a multiple of 8 rows and of 64 columns"
+        )
+    mt, kb = rows // 8, half_k // 32
+    lut = _luts(low.device)
+    words = None
+    for r, source in enumerate((low, high)):
+        # byte kb*32 + 16 c + 4 q + t of row mt*8 + g
+        view = source.reshape(*lead, mt, 8, kb, 2, 4, 4)
+        for c in range(2):
+            part = lut[r + 2 * c][view[..., c, :, :].to(torch.int64)]  # [..., mt, g, kb, q, t]
+            words = part if words is None else words.bitwise_or_(part)
+    assert words is not None
+    n = len(lead)
+    order = [*range(n), n, n + 2, n + 1, n + 4, n + 3]  # mt, kb, g, t, q
+    words = words.permute(order).reshape(*lead, mt, kb, 128).contiguous()
+    pairs = torch.stack((low_scale.reshape(*lead, mt, 8, kb, 2), high_scale.reshape(*lead, mt, 8, kb, 2)), dim=-1)
+    scales = pairs.transpose(-4, -3).reshape(*lead, mt, kb, 8, 4).contiguous()  # bytes p = r + 2c
+    return words, scales.view(torch.int32).reshape(*lead, mt, kb, 8)
+
+
+def unswizzle_rows(
+    words: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inverse of ``swizzle_rows``: (low, high, low_scale, high_scale)."""
+    lead, (mt, kb) = words.shape[:-3], words.shape[-3:-1]
+    view = words.reshape(*lead, mt, kb, 8, 4, 4).to(torch.int64) & 0xFFFFFFFF  # g, t, q
+    n = len(lead)
+    view = view.permute([*range(n), n, n + 2, n + 1, n + 4, n + 3])  # mt, g, kb, q, t
+    sides = []
+    for r in range(2):
+        halves = []
+        for c in range(2):
+            p = r + 2 * c
+            halves.append(_extract(view & 0xFFFF, p) | (_extract(view >> 16, p) << 4))
+        sides.append(torch.stack(halves, dim=-3).to(torch.uint8).reshape(*lead, mt * 8, kb * 32))
+    bytes_ = scales.contiguous().view(torch.uint8).reshape(*lead, mt, kb, 8, 2, 2).transpose(-4, -3)  # mt, g, kb, c, r
+    low_scale, high_scale = (bytes_[..., r].reshape(*lead, mt * 8, kb * 2) for r in range(2))
+    return sides[0], sides[1], low_scale, high_scale
+
+
+@dataclass
+class SwizzledExperts:
+    """The routed experts of one layer and rank in kernel layout.
+
+    ``w13`` int32 [E, ceil(I/8) padded, L/64, 128] and ``s13`` int32 [..., 8]: gate and up interleaved by 8 rows;
+    ``w2`` int32 [E, L/16, I_pad/64, 128] and ``s2``. ``width`` is the unpadded expert width I of this rank, ``latent`` L.
+    ``wide_scales``: some scale byte exceeds 128, so the kernels must use the exact path with two products.
+    """
+
+    w13: torch.Tensor
+    s13: torch.Tensor
+    w2: torch.Tensor
+    s2: torch.Tensor
+    width: int
+    latent: int
+    wide_scales: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        """Experts held here."""
+        return self.w13.shape[0]
+
+    @property
+    def padded_width(self) -> int:
+        """Width of the intermediate rows between the two products (a multiple of 64)."""
+        return self.w2.shape[2] * BLOCK_COLS
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales in device memory."""
+        return sum(t.numel() * t.element_size() for t in (self.w13, self.s13, self.w2, self.s2))
+
+    def touched_bytes(self, experts: int) -> int:
+        """Bytes a step must read when it touches that many experts."""
+        return self.nbytes // self.num_experts * experts
+
+
+def supports_shape(width: int, latent: int) -> tuple[bool, str]:
+    """Whether experts of that width and latent size have a kernel layout, and why not."""
+    if latent % BLOCK_COLS or latent <= 0:
+        return False, f"latent size {latent} is not a multiple of {BLOCK_COLS}"
+    if width % 32 or width <= 0:
+        return False, f"expert width {width} is not a multiple of 32 (one MXFP4 scale group)"
+    return True, ""
+
+
+def empty_swizzled(num_experts: int, width: int, latent: int, device: torch.device | str) -> SwizzledExperts:
+    """Allocate the final storage; fill it expert by expert with ``pack_expert_``."""
+    ok, why = supports_shape(width, latent)
+    if not ok:
+        raise ValueError(f"experts: {why}")
+    padded = _round_up(width, BLOCK_COLS)
+    mt13, mt2 = 2 * padded // BLOCK_ROWS, _round_up(latent, ROW_UNIT) // BLOCK_ROWS
+    kb13, kb2 = latent // BLOCK_COLS, padded // BLOCK_COLS
+
+    def zeros(mt: int, kb: int, last: int) -> torch.Tensor:
+        return torch.zeros(num_experts, mt, kb, last, dtype=torch.int32, device=device)
+
+    return SwizzledExperts(
+        zeros(mt13, kb13, 128), zeros(mt13, kb13, 8), zeros(mt2, kb2, 128), zeros(mt2, kb2, 8), width, latent
+    )
+
+
+def _pad(t: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    if t.shape[-2] == rows and t.shape[-1] == cols:
+        return t
+    return torch.nn.functional.pad(t, (0, cols - t.shape[-1], 0, rows - t.shape[-2]))
+
+
+def pack_expert_(
+    dst: SwizzledExperts,
+    index: int | slice,
+    gate: tuple[torch.Tensor, torch.Tensor],
+    up: tuple[torch.Tensor, torch.Tensor],
+    down: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Write one expert (or a slice of experts) into its place: no second copy of the layer exists.
+
+    Each of ``gate``, ``up`` (uint8 [(n,) I, L/2], [(n,) I, L/32]) and ``down`` ([(n,) L, I/2], [(n,) L, I/32]) is (packed,
+    scale) as in the checkpoint, already cut to this rank. On a GPU one kernel per matrix does it; elsewhere tensor operations.
+    Sets ``dst.wide_scales`` when a scale byte exceeds 128 (one host read per call).
+    """
+    width, latent, padded = dst.width, dst.latent, dst.padded_width
+    for name, (packed, scale), shape in (
+        ("gate", gate, (width, latent)),
+        ("up", up, (width, latent)),
+        ("down", down, (latent, width)),
+    ):
+        want = (shape[0], shape[1] // 2), (shape[0], shape[1] // 32)
+        if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
+            raise ValueError(f"pack_expert_: {name} must be uint8 codes and uint8 scales")
+        if tuple(packed.shape[-2:]) != want[0] or tuple(scale.shape[-2:]) != want[1]:
+            raise ValueError(
+                f"pack_expert_: {name} has shapes {tuple(packed.shape)} and {tuple(scale.shape)}; this rank holds {want}"
+            )
+    device = dst.w13.device
+    if not dst.wide_scales:
+        tops = torch.stack([m[1].max() for m in (gate, up, down)])
+        dst.wide_scales = bool((tops > MAX_FAST_SCALE).any())
+    g, gs, u, us, d, ds = (t.to(device, non_blocking=True) for m in (gate, up, down) for t in m)
+    g, u = _pad(g, padded, latent // 2), _pad(u, padded, latent // 2)
+    gs, us = _pad(gs, padded, latent // 32), _pad(us, padded, latent // 32)
+    rows2 = dst.w2.shape[1] * BLOCK_ROWS
+    d, ds = _pad(d, rows2, padded // 2), _pad(ds, rows2, padded // 32)
+    _swizzle_into(dst.w13[index], dst.s13[index], *(_octets(t, 0, 1) for t in (g, u, gs, us)))
+    _swizzle_into(dst.w2[index], dst.s2[index], *(_octets(t, r, 2) for t in (d, ds) for r in range(2)))
+
+
+def _octets(t: torch.Tensor, first: int, step: int) -> torch.Tensor:
+    """[(n,) M, C] -> view [(n,) M/(8 step), 8, C] of every ``step``-th run of eight rows, from run ``first`` on."""
+    return t.unflatten(-2, (-1, step, 8))[..., first, :, :]
+
+
+def _swizzle_into(
+    words_out: torch.Tensor,
+    scales_out: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    low_scale: torch.Tensor,
+    high_scale: torch.Tensor,
+) -> None:
+    if words_out.is_cuda:
+        from .moe_repack import repack
+
+        repack(words_out, scales_out, low, high, low_scale, high_scale)
+        return
+    words, scales = swizzle_rows(*(t.flatten(-3, -2) for t in (low, high, low_scale, high_scale)))
+    words_out.copy_(words)
+    scales_out.copy_(scales)
+
+
+def unpack_expert(src: SwizzledExperts, index: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Inverse of ``pack_expert_`` for one expert: {"gate", "up", "down"} -> (packed, scale), padding cut off."""
+    width, latent = src.width, src.latent
+    g, u, gs, us = unswizzle_rows(src.w13[index], src.s13[index])
+    lo, hi, los, his = unswizzle_rows(src.w2[index], src.s2[index])
+
+    def rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.stack((a.reshape(-1, 8, a.shape[-1]), b.reshape(-1, 8, b.shape[-1])), dim=1).reshape(
+            -1, a.shape[-1]
+        )
+
+    return {
+        "gate": (g[:width], gs[:width]),
+        "up": (u[:width], us[:width]),
+        "down": (rows(lo, hi)[:latent, : width // 2], rows(los, his)[:latent, : width // 32]),
+    }

@@ -1,0 +1,283 @@
+"""From chosen experts to the work list of the expert kernels, without a host read and for any routing.
+
+A bit matrix says which token chose which local expert: word t/32 of expert e has bit t%32. (An expert occurs at most once among
+a token's choices.) Counts are population counts, the place of a pair among its expert's pairs is a population count of lower bits:
+the result is the same whatever order the programs ran in, although the bits are set by atomic or.
+
+Buffers (int32, one allocation, see ``Worklist``):
+    mask    [WORDS, EB]   EB = experts rounded up to a power of two; must be zero before, with ``ticket``
+    ticket  [1]           programs that have finished their tokens; the last one builds the list (up to 128 tokens)
+    number  [1]           items
+    offset  [EB]          first sorted position of each expert
+    work    [items, 4]    expert, first position, count, 0; ascending experts; at most BN pairs an item
+    sorted  [T * top_k]   pair numbers (token * top_k + slot), by expert, then token
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from k3_nvidia.kernels.triton_env import interpreting
+
+ONE_LAUNCH_TOKENS = 128
+
+
+@triton.jit
+def popcount(x):
+    """Set bits of each int32."""
+    v = x.to(tl.uint32, bitcast=True)
+    v = v - ((v >> 1) & 0x55555555)
+    v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
+    v = (v + (v >> 4)) & 0x0F0F0F0F
+    return ((v * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def mark(mask_ptr, local, token, valid, EB: tl.constexpr):
+    """Set the bit of ``token`` in the rows of the ``local`` experts."""
+    bit = (tl.full(local.shape, 1, tl.int32) << (token % 32)).to(tl.int32)
+    tl.atomic_or(mask_ptr + (token // 32) * EB + local, bit, mask=valid, sem="relaxed")
+
+
+@triton.jit
+def build_list(count, work_ptr, number_ptr, offset_ptr, EB: tl.constexpr, BN: tl.constexpr):
+    """Offsets, number of items and items from the counts [EB] of all local experts (one program)."""
+    expert = tl.arange(0, EB)
+    first = tl.cumsum(count, 0) - count
+    items = (count + BN - 1) // BN
+    item = tl.cumsum(items, 0) - items
+    tl.store(number_ptr, tl.sum(items, 0))
+    tl.store(offset_ptr + expert, first)
+    for j in range(0, tl.max(items, 0)):
+        there = j < items
+        out = work_ptr + (item + j) * 4
+        tl.store(out, expert, mask=there)
+        tl.store(out + 1, first + j * BN, mask=there)
+        tl.store(out + 2, tl.minimum(count - j * BN, BN), mask=there)
+        tl.store(out + 3, tl.zeros((EB,), tl.int32), mask=there)
+
+
+@triton.jit
+def local_ids(ids, map_ptr, num_local, HAS_MAP: tl.constexpr, valid):
+    """Local expert of each global id, and whether it is here (ids < 0: no expert)."""
+    valid = valid & (ids >= 0)
+    if HAS_MAP:
+        local = tl.load(map_ptr + ids, mask=valid, other=-1)
+    else:
+        local = ids
+    valid = valid & (local >= 0) & (local < num_local)
+    return tl.where(valid, local, 0), valid
+
+
+@triton.jit
+def finish_small(
+    mask_ptr, ids_ptr, map_ptr, work_ptr, number_ptr, offset_ptr, sorted_ptr, tokens, top_k, num_local,
+    EB: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The whole list in one program, for at most 32 * WORDS tokens; every mask word is set already."""
+    expert = tl.arange(0, EB)
+    count = tl.zeros((EB,), tl.int32)
+    for w in tl.static_range(WORDS):
+        count += popcount(tl.load(mask_ptr + w * EB + expert, cache_modifier=".cg"))
+    build_list(count, work_ptr, number_ptr, offset_ptr, EB, BN)
+    tl.debug_barrier()
+    for start in range(0, tokens * top_k, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        inside = pair < tokens * top_k
+        ids = tl.load(ids_ptr + pair, mask=inside, other=-1, cache_modifier=".cg")
+        local, valid = local_ids(ids, map_ptr, num_local, HAS_MAP, inside)
+        token = pair // top_k
+        position = tl.load(offset_ptr + local, mask=valid, other=0, cache_modifier=".cg")
+        for w in tl.static_range(WORDS):
+            bits = tl.load(mask_ptr + w * EB + local, mask=valid, other=0, cache_modifier=".cg")
+            # all bits of earlier words, the lower bits of the token's own word, none of later ones
+            below = tl.minimum(tl.maximum(token - w * 32, 0), 32)
+            keep = tl.where(below == 32, -1, (tl.full((CHUNK,), 1, tl.int32) << tl.minimum(below, 31)) - 1)
+            position += popcount(bits & keep)
+        tl.store(sorted_ptr + position, pair, mask=valid)
+
+
+@triton.jit
+def small_kernel(
+    ids_ptr, map_ptr, mask_ptr, ticket_ptr, work_ptr, number_ptr, offset_ptr, sorted_ptr, tokens, top_k, num_local,
+    TK: tl.constexpr, EB: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr, HAS_MAP: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: marks and list from given ids, at most 32 * WORDS tokens. Zeroes the mask itself."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for w in tl.static_range(WORDS):
+        tl.store(mask_ptr + w * EB + tl.arange(0, EB), tl.zeros((EB,), tl.int32))
+    tl.debug_barrier()
+    slot = tl.arange(0, TK)
+    rows: tl.constexpr = CHUNK // TK
+    for start in range(0, tokens, rows):
+        token = start + tl.arange(0, rows)[:, None] + tl.zeros((rows, TK), tl.int32)
+        inside = (token < tokens) & (slot < top_k)[None, :]
+        ids = tl.load(ids_ptr + token * top_k + slot[None, :], mask=inside, other=-1)
+        local, valid = local_ids(ids, map_ptr, num_local, HAS_MAP, inside)
+        mark(mask_ptr, local, token, valid, EB)
+    tl.debug_barrier()
+    finish_small(
+        mask_ptr, ids_ptr, map_ptr, work_ptr, number_ptr, offset_ptr, sorted_ptr, tokens, top_k, num_local,
+        EB, WORDS, BN, HAS_MAP, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit
+def mark_kernel(
+    ids_ptr, map_ptr, mask_ptr, tokens, top_k, num_local, TK: tl.constexpr, EB: tl.constexpr, HAS_MAP: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Marks of ROWS tokens a program; the mask is zero before."""
+    slot = tl.arange(0, TK)
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None] + tl.zeros((ROWS, TK), tl.int32)
+    inside = (token < tokens) & (slot < top_k)[None, :]
+    ids = tl.load(ids_ptr + token.to(tl.int64) * top_k + slot[None, :], mask=inside, other=-1)
+    local, valid = local_ids(ids, map_ptr, num_local, HAS_MAP, inside)
+    mark(mask_ptr, local, token, valid, EB)
+
+
+@triton.jit
+def count_kernel(
+    mask_ptr, prefix_ptr, count_ptr, ticket_ptr, work_ptr, number_ptr, offset_ptr, words,
+    EB: tl.constexpr, EC: tl.constexpr, WC: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Program of EC experts: exclusive counts before each word, and totals; the last program builds the list."""
+    expert = tl.program_id(0) * EC + tl.arange(0, EC)
+    total = tl.zeros((EC,), tl.int32)
+    for start in range(0, words, WC):
+        w = start + tl.arange(0, WC)
+        at = w[:, None] * EB + expert[None, :]
+        inside = (w < words)[:, None]
+        ones = popcount(tl.load(mask_ptr + at, mask=inside, other=0))
+        running = tl.cumsum(ones, 0)
+        tl.store(prefix_ptr + at, total[None, :] + running - ones, mask=inside)
+        total += tl.sum(ones, 0)
+    tl.store(count_ptr + expert, total)
+    tl.debug_barrier()
+    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == EB // EC - 1:
+        tl.debug_barrier()
+        count = tl.load(count_ptr + tl.arange(0, EB), cache_modifier=".cg")
+        build_list(count, work_ptr, number_ptr, offset_ptr, EB, BN)
+
+
+@triton.jit
+def place_kernel(
+    ids_ptr, map_ptr, mask_ptr, prefix_ptr, offset_ptr, sorted_ptr, pairs, top_k, num_local,
+    EB: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sorted position of CHUNK pairs a program."""
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = pair < pairs
+    ids = tl.load(ids_ptr + pair, mask=inside, other=-1)
+    local, valid = local_ids(ids, map_ptr, num_local, HAS_MAP, inside)
+    token = pair // top_k
+    at = (token // 32) * EB + local
+    bits = tl.load(mask_ptr + at, mask=valid, other=0)
+    keep = (tl.full((CHUNK,), 1, tl.int32) << (token % 32)) - 1
+    position = tl.load(offset_ptr + local, mask=valid, other=0) + tl.load(prefix_ptr + at, mask=valid, other=0)
+    tl.store(sorted_ptr + position + popcount(bits & keep), pair, mask=valid)
+
+
+@dataclass
+class Worklist:
+    """The list on the device, and the bound on its items that grids use."""
+
+    sorted: torch.Tensor
+    work: torch.Tensor
+    number: torch.Tensor
+    max_items: int
+    block_n: int
+    offset: torch.Tensor
+    mask: torch.Tensor
+    ticket: torch.Tensor
+
+
+def max_items(tokens: int, top_k: int, num_local: int, block_n: int) -> int:
+    """No routing gives more items than this."""
+    pairs = tokens * top_k
+    return max(1, min(pairs, min(num_local, pairs) + pairs // block_n))
+
+
+def allocate(tokens: int, top_k: int, num_local: int, block_n: int, device: torch.device) -> Worklist:
+    """Buffers for ``tokens`` tokens; nothing is initialised (the kernels do it, or ``build`` for long batches)."""
+    eb = max(16, triton.next_power_of_2(num_local))
+    words = triton.cdiv(max(tokens, 1), 32)
+    items = max_items(tokens, top_k, num_local, block_n)
+    pairs = max(1, tokens * top_k)
+    sizes = (words * eb, 16, 16, eb, items * 4, pairs)  # 16: keeps every part on 64 bytes
+    sizes = tuple(triton.cdiv(s, 16) * 16 for s in sizes)
+    mask, ticket, number, offset, work, order = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    return Worklist(order, work, number, items, block_n, offset, mask, ticket)
+
+
+def build(
+    topk_ids: torch.Tensor,
+    num_local: int,
+    block_n: int,
+    expert_map: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> Worklist:
+    """Work list of given ids: int32 [T, top_k] contiguous, global (with ``expert_map`` [A] int32) or local; < 0: none.
+
+    One launch up to 128 tokens, a memset and three beyond. Ids of a row are distinct (the operator ``route`` promises it).
+    """
+    tokens, top_k = topk_ids.shape
+    lst = allocate(tokens, top_k, num_local, block_n, topk_ids.device)
+    eb = lst.offset.numel()
+    has_map = expert_map is not None
+    emap = topk_ids if expert_map is None else expert_map
+    tk = triton.next_power_of_2(top_k)
+    if tokens <= ONE_LAUNCH_TOKENS:
+        words = triton.next_power_of_2(triton.cdiv(max(tokens, 1), 32))
+        if words * eb > lst.mask.numel():
+            lst.mask = torch.empty(words * eb, dtype=torch.int32, device=topk_ids.device)
+        options = {} if interpreting() else {"launch_pdl": pdl}
+        small_kernel[(1,)](
+            topk_ids, emap, lst.mask, lst.ticket, lst.work, lst.number, lst.offset, lst.sorted, tokens, top_k, num_local,
+            TK=tk, EB=eb, WORDS=words, BN=block_n, HAS_MAP=has_map, CHUNK=max(1024, tk), PDL=pdl and not interpreting(),
+            num_warps=8, **options,
+        )  # fmt: skip
+        return lst
+    words = triton.cdiv(tokens, 32)
+    scratch = torch.empty(words * eb + eb, dtype=torch.int32, device=topk_ids.device)
+    prefix, count = scratch[: words * eb], scratch[words * eb :]
+    lst.mask.zero_()
+    lst.ticket.zero_()
+    rows = max(1, 256 // tk)
+    mark_kernel[(triton.cdiv(tokens, rows),)](
+        topk_ids, emap, lst.mask, tokens, top_k, num_local, TK=tk, EB=eb, HAS_MAP=has_map, ROWS=rows
+    )
+    finish_long(lst, topk_ids, emap, has_map, prefix, count, num_local)
+    return lst
+
+
+def finish_long(
+    lst: Worklist,
+    topk_ids: torch.Tensor,
+    emap: torch.Tensor,
+    has_map: bool,
+    prefix: torch.Tensor,
+    count: torch.Tensor,
+    num_local: int,
+) -> None:
+    """Counts, list and positions once the mask is set (more than 128 tokens)."""
+    tokens, top_k = topk_ids.shape
+    eb = lst.offset.numel()
+    ec = min(16, eb)
+    count_kernel[(eb // ec,)](
+        lst.mask, prefix, count, lst.ticket, lst.work, lst.number, lst.offset, triton.cdiv(tokens, 32),
+        EB=eb, EC=ec, WC=32, BN=lst.block_n,
+    )  # fmt: skip
+    pairs = tokens * top_k
+    place_kernel[(triton.cdiv(pairs, 1024),)](
+        topk_ids, emap, lst.mask, prefix, lst.offset, lst.sorted, pairs, top_k, num_local,
+        EB=eb, HAS_MAP=has_map, CHUNK=1024,
+    )  # fmt: skip

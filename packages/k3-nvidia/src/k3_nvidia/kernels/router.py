@@ -1,0 +1,282 @@
+"""Router: logits in fp32, sigmoid scores, biased top-k, normalised weights, and the work list in the same launch.
+
+    logits = x W_r^T                 bf16 operands, fp32 accumulation, fp32 result
+    s = sigmoid(logits);  chosen = the top_k largest s + bias, ties to the lower expert id
+    weight = s[chosen] / (sum s[chosen] + 1e-20) * factor
+
+Up to 128 tokens the product is split along the hidden size over enough programs to stream W_r at full bandwidth; the partial
+sums are added in a fixed order by the choosing kernel, so the same batch gives the same bits. Longer batches use the library's
+product with fp32 output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from k3_nvidia.kernels.moe_worklist import (
+    ONE_LAUNCH_TOKENS,
+    Worklist,
+    allocate,
+    finish_long,
+    finish_small,
+    local_ids,
+    mark,
+)
+from k3_nvidia.kernels.triton_env import interpreting
+
+
+@triton.jit
+def logits_kernel(
+    x_ptr, w_ptr, out_ptr, zero_ptr, tokens, num_experts, hidden, stride_x, stride_w, stride_split, steps, zero_words,
+    BE: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ZB: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Program (expert tile, split, token tile): partial logits [split, token, expert]; also zeroes ``zero_ptr``."""
+    split = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    t = tl.program_id(2) * BT + tl.arange(0, BT)
+    k = split * steps * BK + tl.arange(0, BK)
+    w_ptrs = w_ptr + e.to(tl.int64)[:, None] * stride_w + k[None, :]
+    x_ptrs = x_ptr + t.to(tl.int64)[None, :] * stride_x + k[:, None]
+    acc = tl.zeros((BE, BT), tl.float32)
+    for i in range(0, steps):
+        inside = k + i * BK < hidden
+        w = tl.load(w_ptrs, mask=(e < num_experts)[:, None] & inside[None, :], other=0.0)
+        x = tl.load(x_ptrs, mask=(t < tokens)[None, :] & inside[:, None], other=0.0)
+        if INTERPRET:
+            acc = tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(w, x, acc)
+        w_ptrs += BK
+        x_ptrs += BK
+    out = out_ptr + split * stride_split + t[None, :] * num_experts + e[:, None]
+    tl.store(out, acc, mask=(e < num_experts)[:, None] & (t < tokens)[None, :])
+    if (tl.program_id(0) == 0) & (split == 0) & (tl.program_id(2) == 0):
+        for start in range(0, zero_words, ZB):
+            z = start + tl.arange(0, ZB)
+            tl.store(zero_ptr + z, tl.zeros((ZB,), tl.int32), mask=z < zero_words)
+
+
+@triton.jit
+def _sum_splits(logits_ptr, at, mask, stride_split, SPLITS: tl.constexpr):
+    total = tl.load(logits_ptr + at, mask=mask, other=0.0)
+    for i in tl.static_range(1, SPLITS):
+        total += tl.load(logits_ptr + i * stride_split + at, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, map_ptr, mask_ptr, ticket_ptr, work_ptr, number_ptr, offset_ptr, sorted_ptr,
+    tokens, num_experts, num_local, top_k, stride_t, stride_split, factor,
+    EB: tl.constexpr, TK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, RENORM: tl.constexpr,
+    LIST: tl.constexpr, LB: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr, HAS_MAP: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program of one token. LIST 0: choice only; 1: also mark the mask; 2: the last program also builds the list."""
+    token = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.arange(0, EB)
+    there = expert < num_experts
+    row = token.to(tl.int64) * stride_t
+    score = 1.0 / (1.0 + tl.exp(-_sum_splits(logits_ptr, row + expert, there, stride_split, SPLITS)))
+    choice = score
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + expert, mask=there, other=0.0)
+    # an integer key in the order (value, lower id first): every key is distinct, NaN included
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    lowest: tl.constexpr = -0x7FFFFFFFFFFFFFFF
+    key = (bits.to(tl.int64) << 32) | (EB - 1 - expert).to(tl.int64)
+    key = tl.where(there, key, lowest)
+    slot = tl.arange(0, TK)
+    ids = tl.zeros((TK,), tl.int32)
+    for i in range(0, top_k):
+        best = tl.max(key, 0)
+        index = EB - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+        ids = tl.where(slot == i, index, ids)
+        key = tl.where(key == best, lowest, key)
+    used = slot < top_k
+    chosen = 1.0 / (1.0 + tl.exp(-_sum_splits(logits_ptr, row + ids, used, stride_split, SPLITS)))
+    chosen = tl.where(used, chosen, 0.0)
+    if RENORM:
+        chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
+    out = token.to(tl.int64) * top_k + slot
+    tl.store(weights_ptr + out, chosen * factor, mask=used)
+    tl.store(ids_ptr + out, ids, mask=used)
+    if LIST > 0:
+        local, valid = local_ids(ids, map_ptr, num_local, HAS_MAP, used)
+        mark(mask_ptr, local, tl.zeros((TK,), tl.int32) + token, valid, LB)
+    if LIST == 2:
+        tl.debug_barrier()
+        if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tokens - 1:
+            tl.debug_barrier()
+            finish_small(
+                mask_ptr, ids_ptr, map_ptr, work_ptr, number_ptr, offset_ptr, sorted_ptr, tokens, top_k, num_local,
+                LB, WORDS, BN, HAS_MAP, CHUNK,
+            )  # fmt: skip
+
+
+def supports(
+    num_experts: int, top_k: int, num_expert_group: int = 1, topk_group: int = 1, score: str = "sigmoid"
+) -> tuple[bool, str]:
+    """Whether the router kernels cover this routing, and why not."""
+    if score != "sigmoid":
+        return False, f"router: scores by {score}; only sigmoid"
+    if topk_group < num_expert_group:
+        return False, f"router: {topk_group} of {num_expert_group} expert groups; the kernel has no grouped choice"
+    if not 1 <= top_k <= num_experts:
+        return False, f"router: top {top_k} of {num_experts} experts"
+    if num_experts > 4096:
+        return False, f"router: {num_experts} experts; one program holds at most 4096"
+    return True, f"router: top {top_k} of {num_experts}"
+
+
+def split_plan(hidden: int, block_k: int, want: int = 14) -> tuple[int, int]:
+    """(splits, steps a split) of the hidden size: about ``want`` splits, all of equal length where it divides."""
+    blocks = triton.cdiv(hidden, block_k)
+    splits = max(d for d in range(1, min(want, blocks) + 1) if blocks % d == 0)
+    return splits, blocks // splits
+
+
+def router_logits(
+    x: torch.Tensor, weight: torch.Tensor, zero: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """Partial fp32 logits [splits, T, E] of bf16 x [T, H] (any row stride) and weight [E, H]; their sum is x W^T.
+
+    ``zero``: an int32 tensor set to zero on the way (the mask and ticket of the work list). One split beyond 128 tokens.
+    """
+    tokens, hidden = x.shape
+    num_experts = weight.shape[0]
+    if x.stride(-1) != 1 or weight.stride(-1) != 1:
+        raise ValueError("router_logits: x and weight need a contiguous last axis")
+    if tokens > ONE_LAUNCH_TOKENS:
+        if zero is not None:
+            zero.zero_()
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32).unsqueeze(0)
+        return torch.mm(x.float(), weight.float().t()).unsqueeze(0)
+    block_k = 128
+    splits, steps = split_plan(hidden, block_k)
+    out = torch.empty(splits, tokens, num_experts, dtype=torch.float32, device=x.device)
+    block_t = max(16, triton.next_power_of_2(tokens))
+    pdl = pdl and not interpreting()
+    options = {"launch_pdl": True} if pdl else {}
+    logits_kernel[(triton.cdiv(num_experts, 64), splits, 1)](
+        x, weight, out, out if zero is None else zero, tokens, num_experts, hidden, x.stride(0), weight.stride(0),
+        out.stride(0), steps, 0 if zero is None else zero.numel(),
+        BE=64, BT=block_t, BK=block_k, ZB=1024, PDL=pdl, INTERPRET=interpreting(),
+        num_warps=4, num_stages=4 if block_t <= 64 else 3, **options,
+    )  # fmt: skip
+    return out
+
+
+def _launch_route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    factor: float,
+    lst: Worklist | None,
+    mode: int,
+    num_local: int,
+    expert_map: torch.Tensor | None,
+    pdl: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    splits, tokens, num_experts = logits.shape
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    if tokens == 0:
+        return weights, ids
+    tk = triton.next_power_of_2(top_k)
+    words = triton.next_power_of_2(triton.cdiv(tokens, 32)) if mode == 2 else 1
+    dummy = ids
+    mask, ticket, work, number, offset, order = (
+        (dummy,) * 6 if lst is None else (lst.mask, lst.ticket, lst.work, lst.number, lst.offset, lst.sorted)
+    )
+    pdl = pdl and not interpreting()
+    options = {"launch_pdl": True} if pdl else {}
+    route_kernel[(tokens,)](
+        logits, ids if bias is None else bias, weights, ids, ids if expert_map is None else expert_map,
+        mask, ticket, work, number, offset, order,
+        tokens, num_experts, num_local, top_k, logits.stride(1), logits.stride(0), factor,
+        EB=max(16, triton.next_power_of_2(num_experts)), TK=tk, SPLITS=splits, HAS_BIAS=bias is not None, RENORM=renormalize,
+        LIST=mode, LB=16 if lst is None else lst.offset.numel(), WORDS=words, BN=16 if lst is None else lst.block_n,
+        HAS_MAP=expert_map is not None, CHUNK=512, PDL=pdl, num_warps=4 if mode == 2 else 1, **options,
+    )  # fmt: skip
+    return weights, ids
+
+
+def route(
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    top_k: int,
+    *,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    num_expert_group: int,
+    topk_group: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operator ``route``: logits fp32 [T, A] (any row stride) -> (topk_weights fp32, topk_ids int32) [T, top_k]."""
+    ok, why = supports(logits.shape[1], top_k, num_expert_group, topk_group)
+    if not ok:
+        raise ValueError(why)
+    if logits.dtype != torch.float32 or logits.stride(-1) != 1:
+        raise ValueError("route: logits must be float32 with a contiguous last axis")
+    return _launch_route(
+        logits.unsqueeze(0), correction_bias, top_k, renormalize, routed_scaling_factor, None, 0, 0, None, False
+    )
+
+
+def route_and_list(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    num_local: int,
+    block_n: int,
+    *,
+    renormalize: bool = True,
+    factor: float = 1.0,
+    expert_map: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, Worklist]:
+    """Router product, choice and work list: two launches up to 128 tokens. Returns (topk_weights, topk_ids, list).
+
+    x bf16 [T, H], weight bf16 [A, H], bias fp32 [A] or None. ``num_local`` experts are here; ``expert_map`` as in ``experts``.
+    """
+    tokens = x.shape[0]
+    lst = allocate(tokens, top_k, num_local, block_n, x.device)
+    eb = lst.offset.numel()
+    if tokens <= ONE_LAUNCH_TOKENS:
+        words = triton.next_power_of_2(triton.cdiv(max(tokens, 1), 32))
+        zero = torch.empty(words * eb + 16, dtype=torch.int32, device=x.device)
+        lst.mask, lst.ticket = zero[: words * eb], zero[words * eb :]
+        logits = router_logits(x, weight, zero, pdl)
+        weights, ids = _launch_route(logits, bias, top_k, renormalize, factor, lst, 2, num_local, expert_map, pdl)
+        return weights, ids, lst
+    words = triton.cdiv(tokens, 32)
+    scratch = torch.empty(2 * words * eb + eb + 16, dtype=torch.int32, device=x.device)
+    zero, prefix, count = scratch.split((words * eb + 16, words * eb, eb))
+    lst.mask, lst.ticket = zero[: words * eb], zero[words * eb :]
+    logits = router_logits(x, weight, zero)
+    weights, ids = _launch_route(logits, bias, top_k, renormalize, factor, lst, 1, num_local, expert_map, False)
+    emap = ids if expert_map is None else expert_map
+    finish_long(lst, ids, emap, expert_map is not None, prefix, count, num_local)
+    return weights, ids, lst
+
+
+def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
+    """Variants serving can meet: one a power of two of tokens up to 128, and the long one."""
+    tokens = [1, 16, 32, 64, 128, 256]
+    most = int(getattr(limits, "max_num_batched_tokens", 256))
+    return [{"tokens": t} for t in tokens if t <= max(most, 1)] or [{"tokens": 1}]

@@ -1,0 +1,1 @@
+"""Measured choices as data, with the device and the date they were measured on."""

@@ -1,0 +1,66 @@
+"""Tile choices of the expert kernels as data, and the rule for devices that nobody measured.
+
+A plan is chosen by the number of pairs an expert can expect, ``pairs = tokens * top_k / experts``: that, not the token count,
+decides how many columns a tile should have. The table is per device name; an unmeasured device of capability 9.0 or higher uses
+``DEFAULT`` (the Hopper rows), one below 9.0 the same tiles with fewer stages (less shared memory).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiles of one expert call. BN: tokens a tile; w13: row blocks (16 rows each), column blocks (64 each), warps, stages;
+    w2: row blocks, warps, stages and row tiles a program (narrow kernel) or column blocks (wide kernel)."""
+
+    block_n: int
+    mt13: int
+    kt13: int
+    warps13: int
+    stages13: int
+    mt2: int
+    kt2: int
+    warps2: int
+    stages2: int
+    rows2: int
+    combine_block: int
+    pdl: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan and the largest expected pairs an expert (and tokens) it is for."""
+
+    max_pairs: float
+    plan: Plan
+
+
+@lru_cache(maxsize=1)
+def _tables() -> dict[str, list[Row]]:
+    raw = json.loads((Path(__file__).parent / "experts.json").read_text())
+    return {
+        device: [Row(float(r["max_pairs"]), Plan(**r["plan"])) for r in entry["rows"]]
+        for device, entry in raw["devices"].items()
+    }
+
+
+def choose(tokens: int, top_k: int, num_experts: int, device: str, capability: int, width: int) -> Plan:
+    """The plan for a call: ``num_experts`` over all ranks, ``width`` of one rank's expert (padded to 64)."""
+    tables = _tables()
+    rows = tables.get(device, tables["default"])
+    pairs = tokens * top_k / max(num_experts, 1)
+    plan = next((r.plan for r in rows if pairs <= r.max_pairs), rows[-1].plan)
+    if capability < 90:
+        plan = replace(plan, stages13=min(plan.stages13, 2), stages2=min(plan.stages2, 2), pdl=False)
+    return plan
+
+
+def plans(device: str = "default") -> list[Plan]:
+    """All plans of a device, smallest batch first (warm-up compiles each)."""
+    tables = _tables()
+    return [r.plan for r in tables.get(device, tables["default"])]

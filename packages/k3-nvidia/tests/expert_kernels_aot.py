@@ -1,0 +1,114 @@
+"""Ahead-of-time compilation of the expert kernels for sm_90a: a script, because Triton decides at import whether it interprets.
+
+``python expert_kernels_aot.py`` prints one JSON line a variant: registers, spills, shared memory, matrix instructions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from k3_nvidia.kernels import experts_gemm, moe_combine, moe_repack, moe_worklist, router, situ
+from k3_nvidia.tuning import experts as tuning
+
+TYPES = {"x_ptr": "*bf16", "y_ptr": "*bf16", "d_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32", "bias_ptr": "*fp32",
+         "logits_ptr": "*fp32", "beta": "fp32", "linear_beta": "fp32", "factor": "fp32"}  # fmt: skip
+DIVISIBLE = ("hidden", "latent", "num_experts", "width", "L")  # multiples of 16 in every K3 shape
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+def compile_kernel(
+    fn: Any, constants: dict[str, Any], warps: int, stages: int, types: dict[str, str] | None = None, arch: int = 90
+) -> dict[str, Any]:
+    """Compile and disassemble one variant."""
+    signature, attrs = {}, {}
+    for i, name in enumerate(fn.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        kind = (types or {}).get(name) or TYPES.get(name) or ("*i32" if name.endswith("_ptr") else "i32")
+        signature[name] = kind
+        if kind.startswith("*") or name.startswith("stride") or name in DIVISIBLE:
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    options = {"num_warps": warps, "num_stages": stages}
+    if constants.get("PDL"):
+        options["launch_pdl"] = True
+    kernel = triton.compile(
+        ASTSource(fn, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options
+    )
+    with tempfile.TemporaryDirectory() as tmp:
+        cubin = Path(tmp) / "k.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        usage = subprocess.run(
+            [BIN / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True
+        ).stdout
+        sass = subprocess.run([BIN / "nvdisasm", cubin], capture_output=True, text=True, check=True).stdout
+    used = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert used is not None, usage
+    return {
+        "registers": int(used[1]),
+        "stack": int(used[2]),
+        "local": int(used[4]),
+        "shared": int(kernel.metadata.shared),
+        "hgmma": len(re.findall(r"HGMMA", sass)),
+        "hmma": len(re.findall(r"HMMA", sass)),
+        "local_memory_ops": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "warps": warps,
+    }
+
+
+def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]]:
+    """Every variant that the default plans of a K3 rank meet, widths 192, 384 and 3072."""
+    out: list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]] = []
+    for i, p in enumerate(tuning.plans()):
+        common = {"BN": p.block_n, "WIDE": False, "PDL": p.pdl, "INTERPRET": False}
+        out.append((f"w13 plan{i}", experts_gemm.w13_kernel, {**common, "MT": p.mt13, "KT": p.kt13, "ACT": 1},
+                    p.warps13, p.stages13, {}))  # fmt: skip
+        if p.block_n <= 64:
+            for width, k1, k2 in ((192, 2, 1), (384, 4, 2)):
+                out.append((f"w2 {width} plan{i}", experts_gemm.w2_kernel,
+                            {**common, "MT": p.mt2, "K1": k1, "K2": k2, "HAS2": True, "STAGES": p.stages2},
+                            p.warps2, p.stages2, {}))  # fmt: skip
+        out.append((f"w2 wide plan{i}", experts_gemm.w2_wide_kernel, {**common, "MT": p.mt2, "KT": p.kt2},
+                    p.warps2, p.stages2, {}))  # fmt: skip
+    wide = {"BN": 16, "WIDE": True, "PDL": False, "INTERPRET": False, "MT": 4, "KT": 4, "ACT": 1}
+    out.append(("w13 wide scales", experts_gemm.w13_kernel, wide, 4, 4, {}))
+    for tokens in (16, 128):
+        out.append((f"logits {tokens}", router.logits_kernel,
+                    {"BE": 64, "BT": tokens, "BK": 128, "ZB": 1024, "PDL": True, "INTERPRET": False}, 4,
+                    4 if tokens <= 64 else 3, {"w_ptr": "*bf16", "out_ptr": "*fp32"}))  # fmt: skip
+    for mode in (0, 1, 2):
+        out.append((f"route {mode}", router.route_kernel,
+                    {"EB": 1024, "TK": 16, "SPLITS": 14 if mode == 2 else 1, "HAS_BIAS": True, "RENORM": True, "LIST": mode,
+                     "LB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": False, "CHUNK": 512, "PDL": mode == 2},
+                    4 if mode == 2 else 1, 3, {}))  # fmt: skip
+    out.append(("list small", moe_worklist.small_kernel,
+                {"TK": 16, "EB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": True, "CHUNK": 1024, "PDL": False}, 8, 3, {}))  # fmt: skip
+    out.append(("mark", moe_worklist.mark_kernel, {"TK": 16, "EB": 1024, "HAS_MAP": False, "ROWS": 16}, 4, 3, {}))
+    out.append(("count", moe_worklist.count_kernel, {"EB": 1024, "EC": 16, "WC": 32, "BN": 128}, 4, 3, {}))
+    out.append(("place", moe_worklist.place_kernel, {"EB": 1024, "HAS_MAP": False, "CHUNK": 1024}, 4, 3, {}))
+    out.append(("combine", moe_combine.combine_kernel,
+                {"TK": 16, "BLOCK": 1024, "HAS_MAP": False, "PDL": True}, 4, 3, {}))  # fmt: skip
+    out.append(("situ", situ.situ_kernel, {"ACT": 1, "BLOCK": 1024}, 4, 3, {}))
+    names = ("low_ptr", "high_ptr", "low_scale_ptr", "high_scale_ptr")
+    out.append(("repack", moe_repack.repack_kernel, {"KC": 8}, 4, 3, dict.fromkeys(names, "*u8")))
+    return out
+
+
+def main() -> None:
+    arch = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+    for name, fn, constants, warps, stages, types in variants():
+        print(json.dumps({"name": name, **compile_kernel(fn, constants, warps, stages, types, arch)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
