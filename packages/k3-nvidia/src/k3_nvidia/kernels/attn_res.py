@@ -1,13 +1,12 @@
 """AttnRes on NVIDIA GPUs in Triton: add the pending delta, write the bank, mix, normalise, in one pass over the rows.
 
 Formula and conventions: `k3_core.contracts.attn_res`, operator ``attn_res`` of `k3_core.operators`. Bytes moved per
-token: (n + 4) rows of H bfloat16 (prefix read and written, delta, n bank blocks, output), one more for a bank write; the
-kernel is bound by them from about 512 tokens on and by latency below.
+token: (n + 4) rows of H bfloat16 (prefix read and written, delta, n bank blocks, output), one more for a bank write.
 
 How it gets near that bound (docs/notes/attn-res-hopper.md has the figures):
 
-- A row of H elements is KC tensors of CHUNK elements (7 x 1024 for H = 7168), so no lane is idle although 7168 is no power
-  of two; the folded weight ``norm_weight * proj_weight`` stays in registers over all tokens of a program.
+- A row of H elements is KC tensors of CHUNK elements (7 x 1024 for H = 7168), so no lane is idle although 7168 is no
+  power of two; the folded weight ``norm_weight * proj_weight`` stays in registers over all tokens of a program.
 - Rows are taken in groups of GROUP: the two sums of every row of a group go through one cross-warp reduction, and
   the running softmax (online, as in flash attention) is rescaled once a group.
 - Programs are persistent, and the first rows of the next token are loaded before the last reduction of this one.
@@ -109,7 +108,7 @@ def _load_group(
     FIRST: tl.constexpr, LAST: tl.constexpr, HAS_DELTA: tl.constexpr,
     H: tl.constexpr, CHUNK: tl.constexpr, KC: tl.constexpr,
 ):  # fmt: skip
-    """Source rows FIRST..LAST-1 of a token, as loaded: row 0 is the prefix, row j bank block j-1; a delta comes last."""
+    """Source rows FIRST..LAST-1 of a token, as loaded: row 0 is the prefix, row j bank block j-1; the delta last."""
     rows = ()
     for j in tl.static_range(FIRST, LAST):
         if j == 0:
@@ -274,7 +273,10 @@ def supports(
     if prefix.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False, f"attn_res: dtype {prefix.dtype} is not bfloat16, float16 or float32"
     if prefix.dim() != 2 or bank.dim() != 3 or bank.shape[0] != prefix.shape[0] or bank.shape[2] != prefix.shape[1]:
-        return False, f"attn_res: prefix {tuple(prefix.shape)} and bank {tuple(bank.shape)} are not [T, H] and [T, M, H]"
+        return (
+            False,
+            f"attn_res: prefix {tuple(prefix.shape)} and bank {tuple(bank.shape)} are not [T, H] and [T, M, H]",
+        )
     if prefix.shape[1] % 8:
         return False, f"attn_res: hidden size {prefix.shape[1]} is not a multiple of 8"
     for name, tensor in (("prefix", prefix), ("delta", delta), ("bank", bank)):
@@ -310,8 +312,8 @@ def attn_res(
 ) -> torch.Tensor:
     """One lazy AttnRes step (operator ``attn_res``): changes prefix and bank in place, returns the (normed) mix.
 
-    prefix [T, H] bfloat16, float16 or float32, any row stride, becomes round(prefix + delta). delta [T, H] or None. bank
-    [T, M, H], any strides of the first two axes; slots 0..num_blocks-1 are read, slot write_block is written.
+    prefix [T, H] bfloat16, float16 or float32, any row stride, becomes round(prefix + delta). delta [T, H] or None.
+    bank [T, M, H], any strides of the first two axes; slots 0..num_blocks-1 are read, slot write_block is written.
     norm_weight, proj_weight, output_norm_weight [H] (or [1, H]), contiguous. out [T, H] contiguous or None. config
     overrides the tuned choice (benchmarks). Raises ValueError where ``supports`` says no.
     """
@@ -327,7 +329,11 @@ def attn_res(
         out = torch.empty((tokens, hidden), dtype=prefix.dtype, device=prefix.device)
     elif out.shape != prefix.shape or not out.is_contiguous() or out.dtype != prefix.dtype:
         raise ValueError(f"attn_res: out must be a contiguous {prefix.dtype} tensor of shape {tuple(prefix.shape)}")
-    for name, weight in (("norm_weight", norm_weight), ("proj_weight", proj_weight), ("output_norm", output_norm_weight)):
+    for name, weight in (
+        ("norm_weight", norm_weight),
+        ("proj_weight", proj_weight),
+        ("output_norm", output_norm_weight),
+    ):
         if weight is not None and (weight.numel() != hidden or not weight.is_contiguous()):
             raise ValueError(f"attn_res: {name} must be contiguous with {hidden} elements")
     if tokens == 0:

@@ -1,0 +1,197 @@
+"""AttnRes on one GPU: ours against vLLM's own kernel (where vLLM is installed) and against the byte floor.
+
+``python bench.py --rows attnres``; ``python bench_attnres.py --sweep`` times launch configurations instead, to fill the
+tuning table. Delta and fused norm are on in every row; ``write`` rows add a bank write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import (
+    Results,
+    copy_bandwidth,
+    kernel_names,
+    relative_error,
+    require,
+    table,
+    time_pair_cold,
+    time_pair_graph,
+)
+
+from k3_core.contracts import attn_res as contract
+from k3_nvidia.kernels import attn_res as kernel
+
+HIDDEN = 7168
+EPS = 1e-5
+SETS_BYTES = 256 << 20  # input sets of a graph together exceed the L2 several times
+
+
+class Inputs:
+    """Random inputs of one call; bank slots above ``blocks`` hold NaN."""
+
+    def __init__(self, tokens: int, blocks: int, seed: int = 0) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+        self.blocks = blocks
+        self.prefix, self.delta = normal(tokens, HIDDEN), normal(tokens, HIDDEN)
+        self.bank = torch.full((tokens, 8, HIDDEN), float("nan"), dtype=torch.bfloat16, device="cuda")
+        if blocks:
+            self.bank[:, :blocks] = normal(tokens, blocks, HIDDEN)
+        self.norm, self.proj, self.out_norm = normal(HIDDEN), normal(HIDDEN) * 0.05, normal(HIDDEN)
+        self.out = torch.full((tokens, HIDDEN), float("nan"), dtype=torch.bfloat16, device="cuda")
+
+    def ours(self, config: kernel.Config | None = None) -> torch.Tensor:
+        return kernel.attn_res(
+            self.prefix, self.delta, self.bank, self.norm, self.proj, EPS, self.blocks,
+            output_norm_weight=self.out_norm, output_norm_eps=EPS, out=self.out, config=config,
+        )  # fmt: skip
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, prefix) in fp64 from the contract, the prefix rounded as the contract says."""
+        prefix = (self.prefix.float() + self.delta.float()).bfloat16()
+        mixed = contract.mix(
+            self.bank[:, : self.blocks].double(), prefix.double(), self.norm.double(), self.proj.double(), EPS
+        )
+        scale = torch.rsqrt(mixed.square().mean(-1, keepdim=True) + EPS)
+        return mixed * scale * self.out_norm.double(), prefix
+
+
+def vllm_call(inputs: Inputs) -> Any:
+    """vLLM's kernel on the same inputs, or None where it cannot be imported."""
+    try:
+        from vllm.models.kimi_k3.nvidia.ops.attn_res import attn_res
+    except Exception:
+        return None
+    return lambda: attn_res(
+        inputs.prefix, inputs.delta, inputs.bank, inputs.norm, inputs.proj, inputs.out_norm, inputs.blocks, -1, EPS, EPS
+    )
+
+
+def check(tokens: int, blocks: int, config: kernel.Config | None = None) -> None:
+    inputs = Inputs(min(tokens, 300), blocks, seed=1)
+    want, prefix = inputs.expected()
+    got = inputs.ours(config)
+    error = relative_error(got, want)
+    require(error < 6e-3, f"relative error {error:.2e} against fp64")
+    require(torch.equal(inputs.prefix, prefix), "prefix is not the rounded sum")
+
+
+def floor_bytes(tokens: int, blocks: int) -> int:
+    return tokens * HIDDEN * 2 * (blocks + 4)
+
+
+def sets_for(tokens: int, blocks: int) -> list[Inputs]:
+    one = tokens * HIDDEN * 2 * 12
+    return [Inputs(tokens, blocks, seed=s) for s in range(max(2, min(64, SETS_BYTES // one)))]
+
+
+def measure(tokens: int, blocks: int) -> dict[str, Any]:
+    big = tokens >= 1024
+    sets = [Inputs(tokens, blocks)] if big else sets_for(tokens, blocks)
+    sides = [[s.ours for s in sets]]
+    rival = [vllm_call(s) for s in sets]
+    if rival[0] is not None:
+        sides.append(rival)
+    times = time_pair_cold([side[0] for side in sides]) if big else time_pair_graph(sides)
+    floor = floor_bytes(tokens, blocks) / copy_bandwidth(floor_bytes(tokens, blocks)) * 1e6
+    row: dict[str, Any] = {
+        "tokens": tokens, "blocks": blocks, "how": "cold" if big else "graph", "ours_us": times[0], "floor_us": floor,
+        "ours_over_floor": times[0] / floor, "ours_kernels": kernel_names(sides[0][0]),
+    }  # fmt: skip
+    if rival[0] is not None:
+        row |= {
+            "vllm_us": times[1], "ours_over_vllm": times[0] / times[1], "vllm_over_floor": times[1] / floor,
+            "vllm_kernels": kernel_names(rival[0]),
+        }  # fmt: skip
+    return row
+
+
+def run(out: Path, slices: Sequence[str]) -> None:
+    results = Results(out / "attnres.json")
+    shown = []
+    for tokens, blocks in itertools.product((1, 8, 32, 128, 512, 1024, 8192), (1, 4, 8)):
+        key = f"T{tokens}-n{blocks}"
+        if slices and not any(s in key for s in slices):
+            continue
+        row = results.check_then_time(
+            key, lambda t=tokens, b=blocks: check(t, b), lambda t=tokens, b=blocks: measure(t, b)
+        )
+        if row and "error" in row:
+            print(key, row["error"])
+        elif row:
+            shown.append([key, row["ours_us"], row.get("vllm_us", 0.0), row["floor_us"], row["ours_over_floor"]])
+    print(table(shown, ["row", "ours us", "vllm us", "floor us", "x floor"]))
+
+
+SWEEP = [
+    kernel.Config(1024, warps, group, prefetch, programs, maxnreg)
+    for warps, group, prefetch, programs, maxnreg in (
+        *((w, g, True, 1, None) for w in (8, 16) for g in (1, 2, 3)),
+        *((8, g, p, 2, 128) for g in (1, 2) for p in (True, False)),
+        *((w, g, False, 0, None) for w in (8, 16) for g in (1, 5)),
+        *((8, g, False, 0, 128) for g in (1, 3)),
+        (32, 5, False, 0, None), (4, 1, True, 2, None), (4, 1, False, 4, 128),
+    )
+]  # fmt: skip
+
+
+def _compile(job: tuple[int, int, kernel.Config]) -> str:
+    tokens, blocks, config = job
+    try:
+        Inputs(tokens, blocks).ours(config)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{config}: {type(error).__name__} {error}"[:200]
+    return ""
+
+
+def sweep(out: Path) -> None:
+    """Every launch configuration at every size; the best three of each are printed."""
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        jobs = [(t, n, c) for n in (1, 4, 8) for c in SWEEP for t in (1, 600)]
+        print([said for said in pool.map(_compile, jobs, chunksize=4) if said][:3], flush=True)
+    results = Results(out / "attnres_sweep.json")
+    for tokens, blocks in itertools.product((1, 32, 128, 512, 1024, 8192), (1, 4, 8)):
+        big = tokens >= 1024
+        sets = [Inputs(tokens, blocks)] if big else sets_for(tokens, blocks)[:16]
+        live = []
+        for config in SWEEP:
+            name = "-".join(
+                map(str, (config.warps, config.group, int(config.prefetch), config.programs, config.maxnreg))
+            )
+
+            def one(config: kernel.Config = config) -> dict[str, Any]:
+                check(tokens, blocks, config)
+                if big:
+                    us = time_pair_cold([lambda: sets[0].ours(config)], iters=8)[0]
+                else:
+                    us = time_pair_graph([[lambda s=s: s.ours(config) for s in sets]], iters=8)[0]
+                return {"us": us}
+
+            row = results.row(f"T{tokens}-n{blocks} {name}", one) or {}
+            live.append((row.get("us", float("inf")), name, row.get("error", "")))
+        live.sort()
+        floor = floor_bytes(tokens, blocks) / 4.27e12 * 1e6
+        best = "; ".join(f"{name} {us:.2f}" for us, name, _ in live[:4])
+        print(f"T{tokens} n{blocks} floor {floor:.2f}: {best} {live[-1][2][:80]}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    if options.sweep:
+        sweep(options.out)
+    else:
+        run(options.out, [])
