@@ -9,7 +9,7 @@ Block 0 is vLLM's null block: rows of padding point there, and it is never read 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -117,7 +117,7 @@ class Rows:
         return bool(self.requests)
 
 
-class StepBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+class StepBuilder(AttentionMetadataBuilder):
     """Builds a :class:`Step` from vLLM's common metadata."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
@@ -191,3 +191,8 @@ class LatentBackend(compat.backend_base()):  # type: ignore[misc]
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Any block size: rows are gathered by index."""
         return [MultipleOf(1)]
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """One latent row a token, no values beside it (asked from 0.32 on, for the size of a block)."""
+        return replace(spec, head_size_v=0)

@@ -35,7 +35,7 @@ def register_config_hook(architecture: str, target: str) -> Undo:
     """
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-    class Hook(VerifyAndUpdateConfig):  # type: ignore[misc]
+    class Hook(VerifyAndUpdateConfig):
         """Loads the wheel's hook on first use: registration stays cheap."""
 
         @staticmethod
@@ -70,7 +70,7 @@ def register_config_classes() -> Undo:
 
 
 def register_tokenizer(mode: str, module: str, name: str) -> Undo:
-    """Use ``module.name`` for ``--tokenizer-mode mode``. The registry's method warns when replacing; its table does not."""
+    """Use ``module.name`` for ``--tokenizer-mode mode``; the registry's own method would warn about replacing."""
     from vllm.tokenizers.registry import TokenizerRegistry
 
     undo = _replace(TokenizerRegistry.tokenizers, mode)
@@ -93,7 +93,10 @@ def register_parsers() -> Undo:
     from vllm.tool_parsers import ToolParserManager
 
     module = "k3_core.vllm.parsers"
-    undos = [_replace(ReasoningParserManager.lazy_parsers, "kimi_k3"), _replace(ToolParserManager.lazy_parsers, "kimi_k3")]
+    undos = [
+        _replace(ReasoningParserManager.lazy_parsers, "kimi_k3"),
+        _replace(ToolParserManager.lazy_parsers, "kimi_k3"),
+    ]
     for loaded in (ReasoningParserManager.reasoning_parsers, ToolParserManager.tool_parsers):
         undos.append(_replace(loaded, "kimi_k3"))
         loaded.pop("kimi_k3", None)
@@ -152,14 +155,13 @@ def repository_json(model_config: Any, file: str) -> dict[str, Any]:
     return dict(raw)
 
 
-def checkpoint_folder(model_config: Any, download: Callable[[], Any]) -> Path:
-    """The local folder of the checkpoint; ``download`` fetches one that vLLM knows by its name on the hub."""
+def checkpoint_folder(model_config: Any) -> Path:
+    """The local folder of the checkpoint; for a name on the hub the folder it was fetched to."""
     folder = Path(model_config.model)
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
 
-    download()
     return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
 
 
@@ -171,14 +173,16 @@ def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def own_latent_attention(model_config: Any) -> None:
-    """Tell vLLM that this model brings its own latent attention.
+def own_latent_attention(model_config: Any, width: int) -> None:
+    """Tell vLLM that this model brings its own latent attention, with cache rows of ``width`` values.
 
     vLLM takes ``model_type: kimi_linear`` for its MLA and then, on a CPU, switches chunked prefill and prefix caching
     off and forces 16-token blocks, for a kernel that is not used here. ``VLLM_MLA_DISABLE=1`` would prevent that for
     every model of the process; this does it for the one model. Same fields from 0.23 to 0.33.
     """
-    model_config.model_arch_config.is_deepseek_mla = False
+    sizes = model_config.model_arch_config
+    sizes.is_deepseek_mla = False
+    sizes.head_size, sizes.total_num_kv_heads = width, 1
     if model_config.use_mla:
         raise RuntimeError("this release of vLLM decides about MLA elsewhere; set VLLM_MLA_DISABLE=1")
 
@@ -236,7 +240,9 @@ def processor_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Processo
     Up to 0.27: (prompt, mm_data, mm_kwargs, tok_kwargs), and the result must hold the prompt's ``input_ids``; 0.32:
     (hf_data, hf_kwargs), without a prompt.
     """
-    names = ("prompt", "mm_data", "mm_kwargs", "tok_kwargs") if len(args) + len(kwargs) == 4 else ("hf_data", "hf_kwargs")
+    names = (
+        ("prompt", "mm_data", "mm_kwargs", "tok_kwargs") if len(args) + len(kwargs) == 4 else ("hf_data", "hf_kwargs")
+    )
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     data = given["mm_data"] if "prompt" in given else given["hf_data"]
     options = given["mm_kwargs"] if "prompt" in given else given["hf_kwargs"]
@@ -254,7 +260,7 @@ def backend_base() -> type:
     """vLLM's ``AttentionBackend`` with the method that releases up to 0.27 declare abstract."""
     from vllm.v1.attention.backend import AttentionBackend
 
-    class Base(AttentionBackend):  # type: ignore[misc]
+    class Base(AttentionBackend):
         @staticmethod
         def get_kv_cache_shape(
             num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
@@ -285,7 +291,7 @@ def whole_state_copy() -> Callable[..., Any]:
     """
     from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 
-    return get_temporal_copy_spec  # type: ignore[no-any-return]
+    return get_temporal_copy_spec
 
 
 def mamba_type() -> Any:

@@ -11,13 +11,13 @@ from typing import Any
 from transformers import PretrainedConfig
 
 
-class KimiLinearConfig(PretrainedConfig):  # type: ignore[misc]
+class KimiLinearConfig(PretrainedConfig):
     """The text configuration (``model_type: kimi_linear``): every released key becomes an attribute."""
 
     model_type = "kimi_linear"
 
 
-class KimiK3VisionConfig(PretrainedConfig):  # type: ignore[misc]
+class KimiK3VisionConfig(PretrainedConfig):
     """The vision configuration."""
 
     model_type = "kimi_k3_vision"
@@ -27,7 +27,7 @@ class KimiK3VisionConfig(PretrainedConfig):  # type: ignore[misc]
         super().__init__(**kwargs)
 
 
-class KimiK3Config(PretrainedConfig):  # type: ignore[misc]
+class KimiK3Config(PretrainedConfig):
     """The outer configuration (``model_type: kimi_k3``)."""
 
     model_type = "kimi_k3"

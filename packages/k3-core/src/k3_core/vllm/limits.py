@@ -15,6 +15,7 @@ from k3_core import checkpoint
 from k3_core.config import K3Config, load_config
 from k3_core.errors import UnsupportedError
 from k3_core.vllm import compat
+from k3_core.vllm.layers.cache import latent_width
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -31,10 +32,10 @@ class ReferenceHook:
         config = load_config(compat.released_config(model_config))
         if model_config.quantization is not None:
             raise UnsupportedError(
-                f"--quantization {model_config.quantization}: leave it out; the checkpoint says how its experts are stored"
+                f"--quantization {model_config.quantization}: leave it out; the checkpoint says how experts are stored"
             )
         compat.own_quantization(model_config)
-        compat.own_latent_attention(model_config)
+        compat.own_latent_attention(model_config, latent_width(config.text))
         if model_config.tokenizer_mode == "auto" and _has_k3_vocabulary(config):
             model_config.tokenizer_mode = "kimi_k3"
 

@@ -44,8 +44,8 @@ def load(model: nn.Module, config: K3Config, weights: Iterable[tuple[str, Tensor
     Raises:
         CheckpointError: a shard or tensor is missing, unknown, damaged, or of the wrong shape or dtype; one message.
     """
-    folder = compat.checkpoint_folder(model_config, download=lambda: next(iter(weights), None))
-    reader = CheckpointReader(folder, config)
+    next(iter(weights), None)
+    reader = CheckpointReader(compat.checkpoint_folder(model_config), config)
     parameters = dict(model.named_parameters())
     modules = dict(model.named_modules())
     for name, tensor in reader.tensors(progress=True):

@@ -19,10 +19,8 @@ from k3_core.vllm.processor import MEDIA_PAD, K3DummyInputsBuilder, K3MultiModal
 from k3_core.vllm.text_model import KimiLinearForCausalLM
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    K3MultiModalProcessor, info=K3ProcessingInfo, dummy_inputs=K3DummyInputsBuilder
-)
-class KimiK3ForConditionalGeneration(nn.Module, SupportsMultiModal, HasInnerState, IsHybrid):  # type: ignore[misc]
+@MULTIMODAL_REGISTRY.register_processor(K3MultiModalProcessor, info=K3ProcessingInfo, dummy_inputs=K3DummyInputsBuilder)
+class KimiK3ForConditionalGeneration(nn.Module, SupportsMultiModal, HasInnerState, IsHybrid):
     """Kimi K3 with images, as vLLM serves it."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -88,7 +86,7 @@ class KimiK3ForConditionalGeneration(nn.Module, SupportsMultiModal, HasInnerStat
         **_: Any,
     ) -> Tensor:
         """Hidden states [T, H] before the final norm."""
-        return self.language_model(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[no-any-return]
+        return self.language_model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[n, H] -> [n, vocab]."""

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 from transformers import BatchFeature
 from vllm.multimodal.inputs import MultiModalFieldConfig
-from vllm.multimodal.parse import ImageProcessorItems
+from vllm.multimodal.media import MediaWithBytes
+from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataParser
 from vllm.multimodal.processing import (
     BaseDummyInputsBuilder,
     BaseMultiModalProcessor,
@@ -64,7 +65,20 @@ class ImagePatcher:
         return {"pixel_values": torch.cat(pixels), "grid_thws": torch.tensor(grids, dtype=torch.int64)}
 
 
-class K3ProcessingInfo(BaseProcessingInfo):  # type: ignore[misc]
+class K3DataParser(MultiModalDataParser):
+    """Takes images as they are: vLLM's own parser would flatten transparency onto white."""
+
+    def _parse_image_data(self, data: Any) -> ImageProcessorItems | None:
+        if data is None:
+            return None
+        if self.is_embeddings(data):
+            raise UnsupportedError("precomputed image embeddings are not supported by Kimi K3; send the image")
+        items = list(data) if isinstance(data, list | tuple) else [data]
+        # None stands for an image that a cache holds.
+        return ImageProcessorItems([item if item is None else _hashable(item) for item in items])
+
+
+class K3ProcessingInfo(BaseProcessingInfo):
     """What vLLM may know about Kimi K3's inputs: images only, and what they cost."""
 
     @cached_property
@@ -76,10 +90,14 @@ class K3ProcessingInfo(BaseProcessingInfo):  # type: ignore[misc]
         """Our own processor; no remote code."""
         if kwargs:
             raise UnsupportedError(
-                f"mm_processor_kwargs {sorted(kwargs)} are not supported: preprocessor_config.json fixes how images are "
-                "processed"
+                f"mm_processor_kwargs {sorted(kwargs)} are not supported: preprocessor_config.json fixes how images "
+                "are processed"
             )
         return ImagePatcher(self.settings)
+
+    def get_data_parser(self) -> K3DataParser:
+        """Our own parser, which keeps alpha channels and palettes."""
+        return K3DataParser()
 
     def get_supported_mm_processor_kwargs(self) -> dict[str, set[str]]:
         """None."""
@@ -94,7 +112,7 @@ class K3ProcessingInfo(BaseProcessingInfo):  # type: ignore[misc]
         return {"image": min(seq_len, max_image_tokens(self.settings).num_tokens)}
 
 
-class K3DummyInputsBuilder(BaseDummyInputsBuilder[K3ProcessingInfo]):  # type: ignore[misc]
+class K3DummyInputsBuilder(BaseDummyInputsBuilder[K3ProcessingInfo]):
     """Inputs for memory profiling: the most expensive image there is."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
@@ -109,12 +127,10 @@ class K3DummyInputsBuilder(BaseDummyInputsBuilder[K3ProcessingInfo]):  # type: i
         width, height = max_image_tokens(self.info.settings).size if profiled else _SMALL
         overrides = mm_options.get("image") if mm_options else None
         count = mm_counts.get("image", 0)
-        return {
-            "image": self._get_dummy_images(width=width, height=height, num_images=count, overrides=overrides)
-        }
+        return {"image": self._get_dummy_images(width=width, height=height, num_images=count, overrides=overrides)}
 
 
-class K3MultiModalProcessor(BaseMultiModalProcessor[K3ProcessingInfo]):  # type: ignore[misc]
+class K3MultiModalProcessor(BaseMultiModalProcessor[K3ProcessingInfo]):
     """Patches for the model and pads for the prompt."""
 
     def _call_hf_processor(self, *args: Any, **kwargs: Any) -> BatchFeature:
@@ -160,6 +176,20 @@ class K3MultiModalProcessor(BaseMultiModalProcessor[K3ProcessingInfo]):  # type:
             PromptReplacement(modality="image", target=[pad_id], replacement=pads),
             PromptReplacement(modality="image", target=placeholder, replacement=block),
         ]
+
+
+def _hashable(image: Any) -> Any:
+    """``image`` in a form whose cache key depends on all that decides its pixels.
+
+    vLLM's key of a bare PIL image leaves out a transparency entry, so two images could share one result. An encoded
+    file is keyed by its bytes already. Raises UnsupportedError for anything but images.
+    """
+    plain = plain_image(image)
+    if image is not plain or "transparency" not in plain.info:
+        return image
+    palette = plain.palette.palette if plain.palette is not None else b""
+    facts = repr((plain.mode, plain.size, plain.info["transparency"])).encode()
+    return MediaWithBytes(plain, b"\0".join([facts, bytes(palette), plain.tobytes()]))
 
 
 def plain_image(image: Any) -> Image.Image:

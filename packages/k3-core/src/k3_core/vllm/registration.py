@@ -207,7 +207,9 @@ def _report_absent(choice: str, why: str) -> None:
     if WHEELS[choice] not in {entry_point.name for entry_point in entry_points}:
         distribution = WHEELS[choice].replace("_", "-")
         level = logging.ERROR if why.startswith("K3_IMPL") else logging.INFO
-        _say(level, f"Kimi K3 for '{choice}' ({why}) needs {distribution}, which is not installed; vLLM is left as it is")
+        _say(
+            level, f"Kimi K3 for '{choice}' ({why}) needs {distribution}, which is not installed; vLLM is left as it is"
+        )
 
 
 def _core_version() -> str:

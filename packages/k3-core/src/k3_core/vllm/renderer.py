@@ -27,7 +27,7 @@ _ENCODE = ("tools", "add_generation_prompt", "tool_choice", "response_format", "
 _IGNORED = ("chat_template", "return_dict", "tokenize", "documents", "return_assistant_tokens_mask")
 
 
-class K3Renderer(BaseRenderer):  # type: ignore[misc]
+class K3Renderer(BaseRenderer):
     """vLLM's renderer for ``--tokenizer-mode kimi_k3``."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:

@@ -6,9 +6,8 @@ Reads top to bottom in the order the data flows. The order of mixes and bank wri
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
@@ -46,12 +45,12 @@ class DecoderLayer(nn.Module):
 
     def attention(self, h: Tensor) -> Tensor:
         """Normed attention of [T, H]."""
-        return self.self_attn(rms_norm(h, self.input_layernorm.weight, self.eps))  # type: ignore[no-any-return]
+        return self.self_attn(rms_norm(h, self.input_layernorm.weight, self.eps))
 
     def feed_forward(self, h: Tensor) -> Tensor:
         """Normed feed-forward of [T, H]."""
         layer = self.block_sparse_moe if hasattr(self, "block_sparse_moe") else self.mlp
-        return layer(rms_norm(h, self.post_attention_layernorm.weight, self.eps))  # type: ignore[no-any-return]
+        return layer(rms_norm(h, self.post_attention_layernorm.weight, self.eps))
 
     def forward_residual(self, hidden: Tensor) -> Tensor:
         """Ordinary pre-norm residuals (Kimi-Linear)."""
@@ -107,17 +106,17 @@ class Decoder(nn.Module):
         """Embeddings [T, H] -> hidden states [T, H] before the final norm."""
         if self.schedule is None:
             for layer in self.layers:
-                hidden = layer.forward_residual(hidden)
+                hidden = cast(DecoderLayer, layer).forward_residual(hidden)
             return hidden
         bank = hidden.new_empty(hidden.shape[0], self.schedule.output_blocks, hidden.shape[1])
         for layer in self.layers:
-            hidden = layer.forward_attn_res(hidden, bank, self.schedule)
+            hidden = cast(DecoderLayer, layer).forward_attn_res(hidden, bank, self.schedule)
         return attn_res.mix(
             bank, hidden, self.output_attn_res_norm.weight, self.output_attn_res_proj.weight, self.text.rms_norm_eps
         )
 
 
-class KimiLinearForCausalLM(nn.Module, HasInnerState, IsHybrid):  # type: ignore[misc]
+class KimiLinearForCausalLM(nn.Module, HasInnerState, IsHybrid):
     """The text model with its head, as vLLM serves it; also the text part of Kimi K3."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", config: K3Config | None = None) -> None:
@@ -144,13 +143,13 @@ class KimiLinearForCausalLM(nn.Module, HasInnerState, IsHybrid):  # type: ignore
         if inputs_embeds is None:
             assert input_ids is not None, "either ids or embeddings"
             inputs_embeds = self.embed_input_ids(input_ids)
-        return self.model(inputs_embeds)  # type: ignore[no-any-return]
+        return self.model(inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Final norm and head: [n, H] -> [n, vocab]."""
         text = self.config.text
         head = self.model.embed_tokens if text.tie_word_embeddings else self.lm_head
-        return head(rms_norm(hidden_states, self.model.norm.weight, text.rms_norm_eps))  # type: ignore[no-any-return]
+        return head(rms_norm(hidden_states, self.model.norm.weight, text.rms_norm_eps))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill all parameters from the checkpoint's tensors; see :mod:`k3_core.vllm.loading`."""

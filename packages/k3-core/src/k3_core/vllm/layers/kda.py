@@ -22,7 +22,7 @@ from k3_core.vllm.layers import cache
 from k3_core.vllm.layers.weights import Weight, parameter
 
 
-class KimiDeltaAttention(torch.nn.Module, MambaBase):  # type: ignore[misc]
+class KimiDeltaAttention(torch.nn.Module, MambaBase):
     """KDA over a ragged batch, with its states in vLLM's cache."""
 
     def __init__(self, text: TextConfig, vllm_config: Any, prefix: str) -> None:
@@ -34,9 +34,7 @@ class KimiDeltaAttention(torch.nn.Module, MambaBase):  # type: ignore[misc]
 
         self.q_proj, self.k_proj, self.v_proj = (Weight(width, hidden) for _ in range(3))
         taps = linear.short_conv_kernel_size
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-            Weight(width, 1, taps, dtype=torch.float32) for _ in range(3)
-        )
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (Weight(width, 1, taps, dtype=torch.float32) for _ in range(3))
         self.f_a_proj, self.f_b_proj = Weight(dim, hidden), Weight(width, dim)
         self.b_proj = Weight(heads, hidden)
         if linear.use_full_rank_gate:

@@ -21,7 +21,7 @@ from k3_core.vllm.layers import cache
 from k3_core.vllm.layers.weights import Weight
 
 
-class KimiLatentAttention(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
+class KimiLatentAttention(torch.nn.Module, AttentionLayerBase):
     """MLA over a ragged batch, with its latent rows in vLLM's cache."""
 
     def __init__(self, text: TextConfig, vllm_config: Any, prefix: str) -> None:
@@ -86,9 +86,7 @@ class KimiLatentAttention(torch.nn.Module, AttentionLayerBase):  # type: ignore[
     def _query(self, x: Tensor, eps: float) -> Tensor:
         if self.text.q_lora_rank is None:
             return mla.query(x, None, None, self.q_proj.weight, self.heads)
-        return mla.query(
-            x, self.q_a_proj.weight, self.q_a_layernorm.weight, self.q_b_proj.weight, self.heads, eps
-        )
+        return mla.query(x, self.q_a_proj.weight, self.q_a_layernorm.weight, self.q_b_proj.weight, self.heads, eps)
 
     # ------------------------------------------------------------------------------------ what vLLM asks of the layer
 

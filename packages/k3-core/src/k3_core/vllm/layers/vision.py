@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from k3_core.config import VisionConfig
@@ -64,7 +66,7 @@ class VisionTower(nn.Module):
         weights = vision.TowerWeights(
             patch_proj=self.patch_embed.proj.weight,
             pos_emb=self.patch_embed.pos_emb.weight,
-            blocks=[block.weights() for block in self.encoder.blocks],
+            blocks=[cast(_Block, block).weights() for block in self.encoder.blocks],
             final_layernorm=self.encoder.final_layernorm.weight,
             num_heads=self.config.vt_num_attention_heads,
         )
@@ -85,8 +87,8 @@ class Projector(nn.Module):
     def forward(self, merged: Tensor) -> Tensor:
         """[L, 4, H] -> [L, text H]."""
         weights = vision.ProjectorWeights(
-            linear_1=self.proj["0"].weight,
-            linear_2=self.proj["2"].weight,
+            linear_1=cast(Weight, self.proj["0"]).weight,
+            linear_2=cast(Weight, self.proj["2"]).weight,
             post_norm=self.post_norm.weight,
             eps=self.eps,
         )
