@@ -234,8 +234,12 @@ def _resolve_aliases(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
         if released is not None and released != value:
             raise ConfigError(f"{path}{key} = {released!r} contradicts its alias {path}{alias} = {value!r}")
         resolved[key] = value
-    if resolved.get("max_position_embeddings") is None and raw.get("model_max_length") is not None:
-        resolved["max_position_embeddings"] = raw["model_max_length"]  # Kimi-Linear states only this one
+    # Kimi-Linear states its context as model_max_length only; transformers classes add their own smaller default under
+    # the other name. Without positions in the model neither shapes the arithmetic, so the larger statement holds.
+    lengths = [resolved.get("max_position_embeddings"), raw.get("model_max_length")]
+    stated = [value for value in lengths if isinstance(value, int)]
+    if stated and (lengths[0] is None or len(stated) == 2):
+        resolved["max_position_embeddings"] = max(stated)
     return resolved
 
 

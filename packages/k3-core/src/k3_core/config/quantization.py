@@ -46,11 +46,13 @@ def is_routed_expert(name: str) -> bool:
 
 
 class QuantizationConfig(BaseModel):
-    """MXFP4 of the routed experts: e2m1 codes, two a byte, one e8m0 scale byte for 32 input columns."""
+    """MXFP4 of the routed experts: e2m1 codes, two a byte, one e8m0 scale byte for 32 input columns.
+
+    Which of the two spellings the file used is not kept: both describe the same model.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    quant_method: Literal["compressed-tensors", "mxfp4"]
     format: Literal["mxfp4-pack-quantized"] = FORMAT
     num_bits: Literal[4] = 4
     group_size: Literal[32] = GROUP_SIZE
@@ -89,7 +91,7 @@ def parse_quantization(raw: Any, path: str) -> QuantizationConfig:
             raise ConfigError(f"{path}.config_groups has {len(groups)} groups {sorted(groups)}: expected exactly one")
         for name, group in groups.items():
             _check_group(group, f"{path}.config_groups.{name}")
-    return QuantizationConfig(quant_method=method)
+    return QuantizationConfig()
 
 
 def _check_group(group: Any, path: str) -> None:

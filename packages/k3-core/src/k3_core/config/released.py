@@ -10,7 +10,7 @@ from k3_core.config.quantization import released_quantization
 def to_released(config: K3Config) -> dict[str, Any]:
     """A JSON-ready dict: nested for `KimiK3ForConditionalGeneration`, flat for `KimiLinearForCausalLM`.
 
-    `load_config` of the result equals `config`, except that a quantisation rewritten to "mxfp4" is written as released.
+    `load_config` of the result equals `config`. Quantisation is written in the released spelling.
     """
     text = _text(config)
     if config.vision is None:
