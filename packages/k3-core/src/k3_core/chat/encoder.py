@@ -80,8 +80,9 @@ def encode(
     ``messages``: dicts with ``role`` (system, developer, user, assistant, tool), ``content`` (text, None or a list of
     text and image parts), ``name``, ``tool_calls``, ``tool_call_id``, ``reasoning_content`` or ``reasoning``, and on
     system messages ``tools`` (dynamic tools). ``tools``: declared functions. ``thinking_effort``: low, high, max or
-    None for no effort message. ``tool_choice``: auto, none, required, a named function. ``response_format``: as in OpenAI.
-    ``image_prompts``: one string an image part (see :func:`image_prompt`); None renders the placeholder text.
+    None for no effort message. ``tool_choice``: auto, none, required, a named function.
+    ``response_format``: as in OpenAI. ``image_prompts``: one string an image part (see :func:`image_prompt`); None
+    renders the placeholder text.
 
     Raises ChatError, naming the message and what is wrong with it.
     """

@@ -89,7 +89,7 @@ def resolve_thinking(
 
 
 def check_tool_choice(choice: Any, tools: list[Any] | None) -> str | None:
-    """The choice as ``auto``, ``none``, ``required`` or None; a named function gives None, as the prompt does not say it.
+    """The choice as ``auto``, ``none``, ``required`` or None; a named function gives None (the prompt says nothing).
 
     Raises ChatError for anything else, and for a named function that is not among ``tools``.
     """

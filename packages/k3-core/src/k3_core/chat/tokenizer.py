@@ -92,6 +92,8 @@ class K3Tokenizer:
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """Token ids of ``text``; the names of special tokens become their ids only with ``allow_special``."""
+        if allow_special and text in self.special_tokens:
+            return [self.special_tokens[text]]
         ids: list[int] = []
         for piece in split_long_text(text):
             if allow_special:
