@@ -77,7 +77,12 @@ class ReferenceK3:
 
     @property
     def image_settings(self) -> ImageSettings:
-        """How images are prepared. Raises ConfigError where the checkpoint lacks a usable preprocessor config."""
+        """How images are prepared.
+
+        Raises UnsupportedError for a model without vision, ConfigError where the preprocessor config is not usable.
+        """
+        if self.weights.tower is None:
+            raise UnsupportedError("this model takes text only: its configuration has no vision tower")
         if self._images is None:
             raise UnsupportedError("this model was built without image settings; pass ImageSettings to ReferenceK3")
         if isinstance(self._images, Path):
