@@ -174,7 +174,7 @@ def main() -> None:
     HOME.mkdir(exist_ok=True)
     checkpoint, log, port = HOME / "checkpoint", HOME / "server.log", args.port or free_port()
     if not (checkpoint / "model.safetensors.index.json").exists():
-        write_tiny(checkpoint, preset="k3", seed=0)
+        write_tiny(checkpoint, "k3", seed=0)
     console.print(f"tiny checkpoint in the released layout: {checkpoint}", highlight=False)
     server = start(port, checkpoint, log)
     kept = False
