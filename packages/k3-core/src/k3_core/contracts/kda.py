@@ -42,13 +42,15 @@ system per chunk is the WY form of Yang et al., "Parallelizing Linear Transforme
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from k3_core.contracts._common import compute_dtype, sequence_bounds
+from k3_core.contracts._common import compute_dtype, linear, sequence_bounds
 from k3_core.contracts.norm import gated_rms_norm
 
 L2_EPS = 1e-6
@@ -89,18 +91,25 @@ def short_conv(
     each sequence, oldest first, or None for zeros. fp32 inside, one rounding.
     """
     taps = weight.reshape(weight.shape[0], -1)
-    channels, width = taps.shape
+    channels, history = taps.shape[0], taps.shape[1] - 1
     bounds = sequence_bounds(x.shape[0], cu_seqlens)
     num_seqs = len(bounds) - 1
-    old = x.new_zeros(num_seqs, channels, width - 1) if state is None else state.to(x.dtype)
-    if old.shape != (num_seqs, channels, width - 1):
-        raise ValueError(f"conv state must be {(num_seqs, channels, width - 1)}, got {tuple(old.shape)}")
-    y, new = torch.zeros_like(x), torch.empty_like(old)
-    for s, (start, end) in enumerate(pairwise(bounds)):
-        window = torch.cat([old[s], x[start:end].T], dim=1)
-        new[s] = window[:, window.shape[1] - (width - 1) :]
-        y[start:end] = _convolve(window, taps, x.dtype).T
-    return y, new
+    if state is not None and state.shape != (num_seqs, channels, history):
+        raise ValueError(f"conv state must be {(num_seqs, channels, history)}, got {tuple(state.shape)}")
+    # All sequences end to end, each behind its own history: row t of sequence s is row t + history * (s + 1).
+    ends = torch.tensor(bounds, device=x.device)
+    sequence = torch.repeat_interleave(torch.arange(num_seqs, device=x.device), ends.diff())
+    first = torch.arange(bounds[-1], device=x.device) + history * sequence
+    columns = torch.arange(history, device=x.device)
+    packed = x.new_zeros(bounds[-1] + history * num_seqs, channels)
+    packed[first + history] = x[: bounds[-1]]
+    if state is not None:
+        heads = ends[:-1] + history * torch.arange(num_seqs, device=x.device)
+        packed[heads[:, None] + columns] = state.to(x.dtype).transpose(1, 2)
+    tails = ends[1:] + history * torch.arange(num_seqs, device=x.device)
+    y = torch.zeros_like(x)
+    y[: bounds[-1]] = _convolve([packed[first + j] for j in range(history + 1)], taps)
+    return y, packed[tails[:, None] + columns].transpose(1, 2).contiguous()
 
 
 def recurrent(
@@ -242,10 +251,74 @@ def short_conv_verify(
         _check_verify(s, end - start, accepted, state.shape[2] - history)
         if end == start:
             continue
-        window = torch.cat([state[s, :, accepted - 1 : accepted - 1 + history].to(x.dtype), x[start:end].T], dim=1)
-        y[start:end] = _convolve(window, taps, x.dtype).T
-        new[s, :, : window.shape[1] - 1] = window[:, 1:]
+        window = torch.cat([state[s, :, accepted - 1 : accepted - 1 + history].T.to(x.dtype), x[start:end]])
+        y[start:end] = _convolve([window[j : j + end - start] for j in range(history + 1)], taps)
+        new[s, :, : len(window) - 1] = window[1:].T
     return y, new
+
+
+@dataclass
+class KdaWeights:
+    """Tensors of one layer as in the checkpoint (N heads of D, H hidden).
+
+    q, k, v [N*D, H]; q_conv, k_conv, v_conv [N*D, 1, W] fp32; f_a [r, H], f_b [N*D, r]; b [N, H]; a_log [N] fp32 (cut
+    to the head count); dt_bias [N*D] fp32; o_norm [D] fp32; o [H, N*D]. Output gate: g [N*D, H] of full rank (g_a
+    None), or g_a [r, H] and g [N*D, r] of low rank.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_conv: Tensor
+    k_conv: Tensor
+    v_conv: Tensor
+    f_a: Tensor
+    f_b: Tensor
+    b: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    g: Tensor
+    o_norm: Tensor
+    o: Tensor
+    g_a: Tensor | None = None
+
+
+class KdaState(NamedTuple):
+    """State of S sequences: conv [S, 3*N*D, W-1] (channels q, k, v) and recurrent [S, N, V, K]."""
+
+    conv: Tensor
+    recurrent: Tensor
+
+
+def layer(
+    x: Tensor,
+    w: KdaWeights,
+    *,
+    num_heads: int,
+    lower_bound: float | None,
+    eps: float,
+    state: KdaState | None = None,
+    cu_seqlens: Bounds = None,
+    chunk: int | None = 64,
+) -> tuple[Tensor, KdaState]:
+    """The whole KDA layer on normed x [T, H]: (out [T, H] in x's dtype, new state).
+
+    eps: of the output norm. chunk: tokens a chunk, or None for the recurrence. The recurrent state has the dtype of
+    the computation; feed it back as it is.
+    """
+    raw = torch.cat([linear(x, w.q), linear(x, w.k), linear(x, w.v)], dim=-1)
+    taps = torch.cat([w.q_conv, w.k_conv, w.v_conv])
+    mixed, conv = short_conv(raw, taps, None if state is None else state.conv, cu_seqlens)
+    q, k, v = (part.unflatten(-1, (num_heads, -1)) for part in mixed.chunk(3, dim=-1))
+    decay = gate(linear(linear(x, w.f_a), w.f_b).unflatten(-1, (num_heads, -1)), w.a_log, w.dt_bias, lower_bound)
+    beta = torch.sigmoid(linear(x, w.b).to(compute_dtype(x)))
+    old = None if state is None else state.recurrent
+    if chunk is None:
+        o, new = recurrent(q, k, v, decay, beta, old, cu_seqlens)
+    else:
+        o, new = chunked(q, k, v, decay, beta, old, cu_seqlens, chunk=chunk)
+    output_gate = linear(x if w.g_a is None else linear(x, w.g_a), w.g).unflatten(-1, (num_heads, -1))
+    return linear(output_norm(o, output_gate, w.o_norm, eps).flatten(-2), w.o), KdaState(conv, new)
 
 
 def _check_verify(sequence: int, tokens: int, accepted: int, num_spec: int) -> None:
@@ -255,12 +328,16 @@ def _check_verify(sequence: int, tokens: int, accepted: int, num_spec: int) -> N
         )
 
 
-def _convolve(window: Tensor, taps: Tensor, dtype: torch.dtype) -> Tensor:
-    """SiLU of the valid depthwise convolution of window [C, W-1 + n] -> [C, n] in `dtype`."""
-    wide = compute_dtype(window)
-    return functional.silu(functional.conv1d(window.to(wide), taps.to(wide).unsqueeze(1), groups=taps.shape[0])).to(
-        dtype
-    )
+def _convolve(shifted: list[Tensor], taps: Tensor) -> Tensor:
+    """silu(sum_j taps[:, j] * shifted[j]) for shifted inputs [T, C], in their dtype.
+
+    Summed tap by tap, so that a token's result does not depend on how many are computed with it.
+    """
+    wide = compute_dtype(shifted[0])
+    total = torch.zeros(shifted[0].shape, dtype=wide, device=shifted[0].device)
+    for j, inputs in enumerate(shifted):
+        total = total + inputs.to(wide) * taps[:, j].to(wide)
+    return functional.silu(total).to(shifted[0].dtype)
 
 
 def _longest_first(bounds: list[int]) -> tuple[list[int], list[int]]:

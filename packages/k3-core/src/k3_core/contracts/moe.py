@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from k3_core.contracts import mxfp4
 from k3_core.contracts._common import compute_dtype, linear
 from k3_core.contracts.norm import rms_norm
 from k3_core.contracts.situ import GatedActivation
@@ -142,11 +143,9 @@ class PackedExperts:
 
     def weights(self, local: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(w13 [2I, L], w2 [L, I]) of one expert, unpacked."""
-        from k3_core.contracts.mxfp4 import unpack
-
         return (
-            unpack(self.w13[local], self.w13_scale[local], dtype),
-            unpack(self.w2[local], self.w2_scale[local], dtype),
+            mxfp4.unpack(self.w13[local], self.w13_scale[local], dtype),
+            mxfp4.unpack(self.w2[local], self.w2_scale[local], dtype),
         )
 
 
