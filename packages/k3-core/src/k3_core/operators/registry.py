@@ -8,7 +8,7 @@ return a reason: flash-linear-attention's.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,6 +67,7 @@ class Implementation:
     signature is checked here. supports: CallSpec -> (ok, reason); it must not launch, allocate or raise. priority:
     larger is tried first. prepare: `experts` only, ExpertWeights -> the object the launcher takes. batch_invariant:
     claims that a row's bits don't depend on the other rows; the conformance suite then checks bits, else tolerance.
+    warmup_profiles: (config, limits) -> every variant that serving can meet; None where nothing is compiled late.
     """
 
     operator: str
@@ -76,6 +77,7 @@ class Implementation:
     priority: int = 0
     prepare: Callable[[ExpertWeights], Any] = _same
     batch_invariant: bool = False
+    warmup_profiles: Callable[[Any, Any], Iterable[Any]] | None = None
 
     def __post_init__(self) -> None:
         verdict = check_signature(operator(self.operator), self.function)

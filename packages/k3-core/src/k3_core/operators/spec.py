@@ -82,9 +82,11 @@ class Arg:
 class Bound:
     """How far one result may be from the fp64 oracle.
 
-    norm: ||x - ref|| / ||ref|| over the whole tensor. rtol, atol: every element obeys
-    ``|x - ref| <= rtol * |ref| + atol * rms(ref over its row) + floor``; a row is the last axis (the last two for a
-    state). floor: absolute, where small values mean nothing. exact: same bits, nothing else is looked at.
+    norm: ||x - ref|| / ||scale|| over the whole tensor. rtol, atol: every element obeys
+    ``|x - ref| <= rtol * |ref| + atol * scale + floor``. scale is the rms of the reference over the element's row (the
+    last axis, the last two of a state), so that ||scale|| = ||ref||; where the terms of a sum cancel, the oracle gives
+    the size of the terms instead. floor: absolute, where small values mean nothing. exact: same bits, nothing else is
+    looked at.
     """
 
     norm: float = 0.0
@@ -103,8 +105,8 @@ class Operator:
     """One row of the table.
 
     results: what is compared (``out`` plus every mutated argument). contract: dotted name of the mathematics it is
-    compared with. bounds: {dtype name: {result: Bound}}. batch_rule: what may change when other requests share the
-    batch. rules: the conventions that every implementation obeys.
+    compared with. bounds: {dtype name: {result: Bound}}. rules: the conventions that every implementation obeys.
+    why: why the operator is cut here.
     """
 
     name: str

@@ -10,6 +10,10 @@ is after the sigmoid; q and k arrive unnormalised, the operator normalises them 
 ``slot_mapping`` is int32 or int64 with any stride, its values <= 0 mean vLLM's null block (0) or padding (< 0): no
 state is read or written for them and their output rows are zeros; rows past the last sequence are padding too, and
 every output row is written. Values > 0 are unique. Nothing outside the described elements is written.
+
+The same call gives the same bits. Who else is in the batch may change a row within the bounds (another tile, another
+split of a sum), never beyond: NaN in one request's inputs or state stays there. An implementation that claims
+``batch_invariant`` gives the same bits in any company.
 """
 
 from __future__ import annotations
@@ -70,13 +74,14 @@ _FP32_KDA = Bound(
     "in size, hence 2^-24 * 320 = 2e-5 in the exponent",
 )  # fmt: skip
 _BF16_KDA_OUT = Bound(
-    norm=8e-3, rtol=4 * _U16, atol=4e-2,
+    norm=1e-2, rtol=4 * _U16, atol=5e-2,
     reason="rounding to bfloat16 is 1.6e-3 rms relative; up to five operands may be rounded on the way (q, k, the "
-    "inverse, the corrected values, the attention inside the chunk) and the result once: sqrt(6) * 1.6e-3 = 4e-3, "
-    "doubled. Five sigma of 8e-3 for single elements of a row",
+    "inverse, the corrected values, the attention inside the chunk) and the result once: sqrt(6) * 1.6e-3 = 4e-3; an "
+    "emulation of that (fp32 with those roundings) gives 4e-3 at D = 128 and 7e-3 at D = 16 with long memory. Five "
+    "sigma of the bound for single elements, relative to the terms of S q (k3_core.testing.oracle)",
 )  # fmt: skip
 _BF16_KDA_STATE = Bound(
-    norm=8e-3, rtol=4 * _U16, atol=4e-2,
+    norm=1e-2, rtol=4 * _U16, atol=5e-2,
     reason="as the output: the operands of the state update may be bfloat16, the accumulation is fp32",
 )  # fmt: skip
 _BF16_STEP_STATE = Bound(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from k3_core.contracts import kda
+from k3_core.testing import oracle
 from k3_core.testing.case import Case, Draw, Inputs, Sizes, padded
 from k3_core.testing.cases_kda import (
     NAN,
@@ -100,19 +101,24 @@ class Layer:
         lower = inputs.scalars["lower_bound"]
         self.g = kda.gate(t["z"].double(), t["a_log"].double(), t["dt_bias"].double(), lower)
 
-    def token(self, row: int, history: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """history [C, 3] and state [N, V, K] in fp64 -> (output [N, D], new state)."""
+    def token(self, row: int, history: Tensor, state: Tensor) -> oracle.Step:
+        """history [C, 3] and state [N, V, K] in fp64 -> output [N, D], new state, scale of the output."""
         one = slice(row, row + 1)
         y = convolve(history, self.x[one], self.t["conv_weight"].double())
         q, k, v = (part.unflatten(-1, self.shape) for part in y.chunk(3, dim=-1))
-        o, new = kda.recurrent(q, k, v, self.g[one], self.beta[one], state.unsqueeze(0))
-        return gated_norm(o, self.gate[one], self.t["o_norm_weight"].double(), O_EPS)[0], new[0]
+        o, new, scale = oracle.step(q, k, v, self.g[one], self.beta[one], state.unsqueeze(0))
+        out = gated_norm(o, self.gate[one], self.t["o_norm_weight"].double(), O_EPS)
+        # The norm divides by rms(o): where o is a small difference of large terms, their error grows with it.
+        rms = (o.square().mean(-1, keepdim=True) + O_EPS).sqrt()
+        factor = (scale / rms).clamp(min=1.0)
+        return oracle.Step(out[0], new[0], (factor * out.square().mean(-1, keepdim=True).sqrt())[0])
 
 
 def expect_decode(case: Case, inputs: Inputs) -> dict[str, Expected]:
     """Row by row."""
     t, layer = inputs.tensors, Layer(inputs)
     out = torch.zeros_like(t["z"], dtype=torch.float64)
+    scale = torch.zeros_like(out[..., :1])
     state, conv = t["recurrent_state"].double(), t["conv_state"].clone()
     judged, free_conv = torch.zeros_like(conv, dtype=torch.bool), torch.zeros_like(conv, dtype=torch.bool)
     slots = t["slot_mapping"].tolist()
@@ -126,17 +132,22 @@ def expect_decode(case: Case, inputs: Inputs) -> dict[str, Expected]:
             free_conv[slot] = True
             continue
         judged[slot, :, : W - 1] = True
-        out[row], state[slot] = layer.token(row, old.double(), state[slot])
+        out[row], state[slot], scale[row] = layer.token(row, old.double(), state[slot])
     keep = None if inputs.free_rows is None else ~inputs.free_rows[:, None, None]
     live = [s for s in slots if s > 0 and s not in inputs.free_slots]
     pool_tensor = t["recurrent_state"]
     return {
-        "out": Expected(out, keep),
+        "out": Expected(out, keep, scale=scale),
         "conv_state": Expected(conv, judged, free_conv),
         "recurrent_state": Expected(
-            state, row_masks(pool_tensor, live), row_masks(pool_tensor, inputs.free_slots), state=True
+            state, row_masks(pool_tensor, live), row_masks(pool_tensor, inputs.free_slots), scale=_rms(state)
         ),
     }
+
+
+def _rms(state: Tensor) -> Tensor:
+    """Scale of a state: its rms over both axes."""
+    return state.square().mean((-2, -1), keepdim=True).sqrt()
 
 
 def make_verify(case: Case, draw: Draw) -> Inputs:
@@ -182,6 +193,7 @@ def expect_verify(case: Case, inputs: Inputs) -> dict[str, Expected]:
     """Token by token from the accepted slot, a state kept after each."""
     t, layer = inputs.tensors, Layer(inputs)
     out = torch.zeros_like(t["z"], dtype=torch.float64)
+    scale = torch.zeros_like(out[..., :1])
     state, conv = t["recurrent_state"].double(), t["conv_state"].clone()
     judged, free = torch.zeros_like(conv, dtype=torch.bool), torch.zeros_like(conv, dtype=torch.bool)
     bounds, written = t["cu_seqlens"].tolist(), []
@@ -193,7 +205,8 @@ def expect_verify(case: Case, inputs: Inputs) -> dict[str, Expected]:
         window = torch.cat([t["conv_state"][row_slots[0], :, first : first + W - 1], t["qkv"][begin:end].T], dim=1)
         current = t["recurrent_state"][row_slots[first]].double()
         for j in range(end - begin):
-            out[begin + j], current = layer.token(begin + j, window[:, j : j + W - 1].double(), current)
+            row = begin + j
+            out[row], current, scale[row] = layer.token(row, window[:, j : j + W - 1].double(), current)
             if row_slots[j] > 0:
                 state[row_slots[j]] = current
                 written.append(row_slots[j])
@@ -202,9 +215,9 @@ def expect_verify(case: Case, inputs: Inputs) -> dict[str, Expected]:
         judged[row_slots[0], :, :width], free[row_slots[0], :, width:] = True, True
     masks = row_masks(t["recurrent_state"], written)
     return {
-        "out": Expected(out),
+        "out": Expected(out, scale=scale),
         "conv_state": Expected(conv, judged, free),
-        "recurrent_state": Expected(state, masks, state=True),
+        "recurrent_state": Expected(state, masks, scale=_rms(state)),
     }
 
 

@@ -18,7 +18,8 @@ class Expected:
 
     value: fp64, or the exact dtype where bits are compared. mask: which elements are compared (None: all), broadcast to
     the shape. free: which elements may hold anything. Elements of a mutated argument in neither keep their bits.
-    bound: overrides the table's tolerance; name: looks it up under another name. state: a row is the last two axes.
+    bound: overrides the table's tolerance; name: looks it up under another name.
+    scale: size of the terms behind each value, broadcast to the shape; None: the rms of the row (the last axis).
     """
 
     value: Tensor
@@ -26,12 +27,12 @@ class Expected:
     free: Tensor | None = None
     bound: Bound | None = None
     name: str | None = None
-    state: bool = False
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One comparison. error and limit: relative norm; score: worst ratio of any error to its bound, <= 1 passes."""
+    """One comparison. error, limit: norm relative to the scale; score: worst error over its bound, <= 1 passes."""
 
     result: str
     ok: bool
@@ -52,15 +53,15 @@ def compare(result: str, got: Tensor, expected: Expected, bound: Bound) -> Outco
         return _exact(result, got, expected.value.to(got.device), mask)
     want = expected.value.to(got.device, torch.float64)
     value = got.to(torch.float64)
-    axes = (-2, -1) if expected.state else (-1,)
     # A row's scale is its own rms where the row takes part; values outside the mask may be NaN.
     clean = torch.where(mask, want, 0.0)
-    scale = clean.square().mean(axes, keepdim=True).sqrt() if clean.dim() else clean.abs()
+    scale = clean.square().mean(-1, keepdim=True).sqrt() if expected.scale is None else expected.scale.to(got.device)
+    scale = torch.where(mask, scale.expand(mask.shape), 0.0)
     error = torch.where(mask, (value - want).abs(), 0.0)
     error = torch.where(error.isnan(), math.inf, error)
     limit = bound.rtol * clean.abs() + bound.atol * scale + bound.floor
     ratio = torch.where(error == 0, 0.0, error / limit)
-    norm, reference = float(error.square().sum().sqrt()), float(clean.square().sum().sqrt())
+    norm, reference = float(error.square().sum().sqrt()), float(scale.square().sum().sqrt())
     count = max(int(mask.sum()), 1)
     relative = 0.0 if norm <= bound.floor * count**0.5 else norm / reference if reference else math.inf
     worst = float(ratio.max()) if ratio.numel() else 0.0

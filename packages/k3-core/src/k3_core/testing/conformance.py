@@ -200,7 +200,8 @@ def _check(case: Case, implementation: Implementation, device: torch.device, out
     first, problems = _launch(problem, implementation, has_out, outcomes)
     if has_out and not _same_memory(first["out"], problem.arena.views["out"]):
         problems.append("out was given, but something else was returned")
-    problems += _repeat(problem, implementation, has_out, first)
+    returned = {n: first[n].clone() for n in problem.operator.returns}  # before the arena is reset under them
+    problems += _repeat(problem, implementation, has_out, returned)
     if has_out:
         problem.arena.reset()
         fresh, more = _launch(problem, implementation, False, outcomes)
@@ -209,7 +210,7 @@ def _check(case: Case, implementation: Implementation, device: torch.device, out
             problems.append(f"without out: the result has strides {fresh['out'].stride()}, must be contiguous")
     rows = next((t.shape[0] for t in inputs.tensors.values()), 0) if case.scale != "huge" else 0
     if not problems and rows:
-        problems += _alone(problem, implementation, device, first, outcomes)
+        problems += _alone(problem, implementation, device, returned, outcomes)
     return problems
 
 
@@ -244,10 +245,9 @@ def _same_memory(a: Any, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-def _repeat(problem: Problem, implementation: Implementation, has_out: bool, first: dict[str, Tensor]) -> list[str]:
+def _repeat(problem: Problem, implementation: Implementation, has_out: bool, returned: dict[str, Tensor]) -> list[str]:
     """The same call from the same memory: every byte of the arena and of what was returned must agree."""
     before = problem.arena.snapshot()
-    returned = {n: t.clone() for n, t in first.items() if n in problem.operator.returns}
     problem.arena.reset()
     with poisoned_empty():
         again = problem.call(implementation, has_out)
@@ -264,7 +264,7 @@ def _alone(
     problem: Problem,
     implementation: Implementation,
     device: torch.device,
-    first: dict[str, Tensor],
+    whole: dict[str, Tensor],
     outcomes: list[Outcome],
 ) -> list[str]:
     """The longest sequence (or the last row) without the others."""
@@ -277,8 +277,6 @@ def _alone(
         chosen = next(t.shape[0] for n, t in inputs.tensors.items() if n in per_row) - 1
     if chosen < 0:
         return []
-    # Results of the whole batch live in the arena or were returned; the last run left the same bits there.
-    whole = {n: first[n].clone() for n in problem.operator.returns}
     one, rows = alone(case, inputs, chosen)
     single = Problem.build(case, one, device, implementation)
     results, problems = _launch(single, implementation, "out" in single.arena.views, outcomes)

@@ -103,10 +103,12 @@ class Arena:
         return self._describe(changed) if len(changed) else []
 
     def _describe(self, changed: Tensor) -> list[str]:
-        found: dict[str, int] = {}
+        """One sentence for the first byte of each place, at most one a tensor."""
+        found: dict[str, str] = {}
         for byte in changed[:4096].tolist():
-            found.setdefault(self._where(byte), byte)
-        return [f"wrote into {where} (arena byte {byte}; {len(changed)} bytes in all)" for where, byte in found.items()]
+            where = self._where(byte)
+            found.setdefault(where.split("[")[0], f"wrote into {where} (arena byte {byte})")
+        return [f"{text}; {len(changed)} bytes in all" for text in found.values()]
 
     def _where(self, byte: int) -> str:
         previous = "the start"
