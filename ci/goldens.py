@@ -39,7 +39,7 @@ DROPPED: dict[str, list[str]] = {
     "text_fp32.npz": [
         r"\.(top20_ids|top20_vals|lse)$",  # follow from the logits
         r"^p(1|2|64)\.(bank|prefix_last|mix_probs)$",
-        r"^p65\.mix_probs$",
+        r"^p65\.(bank|prefix_last|mix_probs)$",
         r"^p1\.greedy_step_logits$",
         r"^p17\..*\.kda_state$",  # p65 keeps them; p17's convolution states cover the short prompt
     ],
@@ -52,9 +52,13 @@ DROPPED: dict[str, list[str]] = {
     ],
     "vision.npz": [r"\.(top20_ids|top20_vals|lse)$"],
     "kda_op.safetensors": [r"^T64\.", r"^T150\.noinit", r"^varlen\.noinit", r"^T3\.noinit\.state"],
-    "attn_res.safetensors": [r"^n0\.T5\.", r"^n1\.T1\.", r"^n4\.T1\."],
-    "short_conv.safetensors": [],
+    "attn_res.safetensors": [r"^n0\.T5\.", r"^n1\.T1\.", r"^n4\.T1\.", r"^n8\.T1\."],
     "attn_layers.safetensors": [r"final_state_bf16", r"final_conv_q_bf16"],
+}
+
+# Keys of which a part is packed, under a name that says which: {file: {key: (new key, rows)}}.
+CUT: dict[str, dict[str, tuple[str, list[int]]]] = {
+    "kda_op.safetensors": {"varlen.init.state": ("varlen.init.state_of_2_and_4", [2, 4])},
 }
 
 
@@ -115,16 +119,27 @@ class Locator:
             alive = alive[error <= 4 * slack]
         return alive[:50].tolist()
 
-    def fit(self, bits: np.ndarray, position: int) -> tuple[float, float]:
-        """(mean, scale) that reproduce the most elements: the scale by interval intersection."""
-        values = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        x = self.stream.normals(position, bits.size).astype(np.float64)
+    def fit(self, bits: np.ndarray, position: int) -> tuple[float, list[float]]:
+        """(mean, scales) that reproduce the most elements of bits [rows, columns]: one scale, or one a row.
+
+        A scale is found by intersecting the intervals which the elements' BF16 roundings leave for it.
+        """
+        values = as_fp32(bits).astype(np.float64)
+        x = self.stream.normals(position, bits.size).astype(np.float64).reshape(values.shape)
         mean = round(float(values.mean() - x.mean() * values.std() / x.std()))
         half = np.maximum(2.0 ** (np.floor(np.log2(np.maximum(np.abs(values), 1e-30))) - 8), 1e-30)
-        useful = np.abs(x) > 0.05
-        ends = np.stack([(values - half - mean) / x, (values + half - mean) / x])[:, useful]
-        low, high = np.sort(ends, axis=0)
-        return float(mean), float((np.quantile(low, 0.9999) + np.quantile(high, 0.0001)) / 2)
+        with np.errstate(divide="ignore"):
+            low, high = np.sort(np.stack([(values - half - mean) / x, (values + half - mean) / x]), axis=0)
+        low[np.abs(x) <= 0.05], high[np.abs(x) <= 0.05] = -np.inf, np.inf
+        whole = float(np.quantile(low, 0.9999) + np.quantile(high, 0.0001)) / 2
+        rows = (np.quantile(low, 0.999, axis=1) + np.quantile(high, 0.001, axis=1)) / 2
+        candidates = [[whole], [float(np.float32(r)) for r in rows]]
+        misses = [np.count_nonzero(self.predict(bits, position, mean, scales) != bits) for scales in candidates]
+        return float(mean), candidates[int(misses[1] < misses[0] - 4 * len(rows))]
+
+    def predict(self, bits: np.ndarray, position: int, mean: float, scales: list[float]) -> np.ndarray:
+        """What the recipe gives, in the shape of `bits`."""
+        return gd.predict_bits(self.stream, position, bits.size, mean, scales).reshape(bits.shape)
 
 
 def find_seed(values: np.ndarray, limit: int = 20000) -> int | None:
@@ -164,22 +179,22 @@ def compress(table: gd.Table, extra: dict[str, Any], locators: list[Locator]) ->
 
 
 def find_recipe(name: str, array: np.ndarray, locators: list[Locator], stored: gd.Table) -> list[Any] | None:
-    """[shape, seed, position, mean, scale] of an array, its exceptions going into `stored`; None if not found."""
-    bits = array.ravel()
+    """[shape, seed, position, mean, scales] of an array, its exceptions going into `stored`; None if not found."""
+    bits = array.reshape(-1, array.shape[-1])
     best: tuple[int, list[Any], np.ndarray] | None = None
     for locator in locators:
-        for position in locator.find(as_fp32(bits[:16])):
+        for position in locator.find(as_fp32(bits.ravel()[:16])):
             if position + bits.size > locator.span:
                 continue
-            mean, scale = locator.fit(bits, position)
-            wrong = np.flatnonzero(gd.predict_bits(locator.stream, position, bits.size, mean, scale) != bits)
+            mean, scales = locator.fit(bits, position)
+            wrong = np.flatnonzero(locator.predict(bits, position, mean, scales) != bits)
             if best is None or wrong.size < best[0]:
-                best = (wrong.size, [list(array.shape), locator.seed, position, mean, scale], wrong)
+                best = (wrong.size, [list(array.shape), locator.seed, position, mean, scales], wrong)
     if best is None or best[0] > bits.size // 8:
         return None
     if best[0]:
         stored[f"index:{name}"] = ("int32", best[2].astype(np.int32))
-        stored[f"value:{name}"] = (BF16, bits[best[2]])
+        stored[f"value:{name}"] = (BF16, array.ravel()[best[2]])
     return best[1]
 
 
@@ -216,6 +231,9 @@ def pack(source: Path, out: Path) -> None:
         if path.suffix in (".npz", ".safetensors"):
             rules = DROPPED.get(path.name, [])
             kept = {k: v for k, v in read_arrays(path).items() if not any(re.search(rule, k) for rule in rules)}
+            for key, (name, rows) in CUT.get(path.name, {}).items():
+                dtype, array = kept.pop(key)
+                kept[name] = (dtype, array[rows])
             write(target.with_suffix(".k3g"), compress(kept, {}, streams if relative.parts[0] == "ops" else []))
         elif path.suffix == ".json":
             compact = json.dumps(json.loads(path.read_text(encoding="utf-8")), ensure_ascii=False).encode()

@@ -13,7 +13,7 @@ by a bit (which moves the sign below the mantissa and the whole exponent into th
 significant first: exponents compress, mantissas do not.
 
 Most BF16 weights and inputs are pseudo-random by construction (torch.Generator, Mersenne Twister), so a pack holds for
-each of them the position in that generator's stream, mean and scale, and the few elements that rounding decides
+each of them the position in that generator's stream, mean and scales, and the few elements that rounding decides
 otherwise. What comes out is checked: a checkpoint's files and each pack's arrays against their recorded SHA-256.
 """
 
@@ -45,7 +45,7 @@ Table = dict[str, tuple[str, np.ndarray]]
 def encode(table: Table, extra: dict[str, Any] | None = None, recipes: dict[str, list[Any]] | None = None) -> bytes:
     """Pack named (dtype name, array) pairs and a JSON-able dictionary.
 
-    recipes: {name: [shape, seed, position, mean, scale]} of BF16 arrays that are regenerated; elements they get wrong
+    recipes: {name: [shape, seed, position, mean, scales]} of BF16 arrays that are regenerated; elements they get wrong
     are in `table` as "index:name" (int32) and "value:name" (bfloat16).
     """
     entries = [[name, dtype, list(array.shape)] for name, (dtype, array) in table.items()]
@@ -97,8 +97,8 @@ def regenerate(table: Table, recipes: dict[str, list[Any]]) -> None:
     for seed in sorted({recipe[1] for recipe in recipes.values()}):
         mine = {name: recipe for name, recipe in recipes.items() if recipe[1] == seed}
         stream = NormalStream(seed, max(recipe[2] + math.prod(recipe[0]) for recipe in mine.values()))
-        for name, (shape, _, position, mean, scale) in mine.items():
-            bits = predict_bits(stream, position, math.prod(shape), mean, scale)
+        for name, (shape, _, position, mean, scales) in mine.items():
+            bits = predict_bits(stream, position, math.prod(shape), mean, scales)
             if f"index:{name}" in table:
                 bits[table.pop(f"index:{name}")[1]] = table.pop(f"value:{name}")[1]
             table[name] = ("bfloat16", bits.reshape(shape))
@@ -135,9 +135,10 @@ def to_bf16_bits(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def predict_bits(stream: NormalStream, position: int, count: int, mean: float, scale: float) -> np.ndarray:
-    """BF16 bits of mean + scale * normal."""
-    return to_bf16_bits(np.float32(mean) + np.float32(scale) * stream.normals(position, count))
+def predict_bits(stream: NormalStream, position: int, count: int, mean: float, scales: list[float]) -> np.ndarray:
+    """BF16 bits of mean + scale * normal, the scale given once or for each of equal runs (rows)."""
+    runs = stream.normals(position, count).reshape(len(scales), -1)
+    return to_bf16_bits(np.float32(mean) + np.array(scales, np.float32)[:, None] * runs).ravel()
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
