@@ -185,3 +185,34 @@ def test_code_width_and_range_are_checked():
         pack_codes(torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(CheckpointError, match=r"0\.\.15"):
         pack_codes(torch.full((2,), 16, dtype=torch.uint8))
+
+
+def mutant(packed, scale, dtype, *, swapped=False, bias=127, nan=True, minus_zero=True, group=16):
+    """An unpacker with one planted mistake."""
+    codes = unpack_codes(packed)
+    if swapped:
+        codes = codes.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    value = torch.tensor(E2M1, dtype=torch.float64)[(codes & 7).long()]
+    negative = codes >= 8 if minus_zero else codes > 8
+    factor = torch.ldexp(torch.ones(scale.shape, dtype=torch.float64), scale.int() - bias)
+    if nan:
+        factor[scale == 255] = torch.nan
+    spread = factor.repeat_interleave(2 * group, -1)
+    spread = spread[..., : value.shape[-1]] if group >= 16 else spread.repeat(1, 16 // group)
+    return (torch.where(negative, -value, value) * spread).to(dtype)
+
+
+def test_a_mutant_without_a_mistake_is_equal():
+    packed, scale = torch.from_numpy(GOLDEN["packed"]), torch.from_numpy(GOLDEN["scale"])
+    assert_same_bits(mutant(packed, scale, torch.float64), torch.from_numpy(GOLDEN["fp64"]))
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [{"swapped": True}, {"bias": 128}, {"nan": False}, {"minus_zero": False}, {"group": 8}],
+    ids=lambda mistake: next(iter(mistake)),
+)
+def test_the_golden_values_catch_mutants(mistake):
+    packed, scale = torch.from_numpy(GOLDEN["packed"]), torch.from_numpy(GOLDEN["scale"])
+    with pytest.raises(AssertionError):
+        assert_same_bits(mutant(packed, scale, torch.float64, **mistake), torch.from_numpy(GOLDEN["fp64"]))

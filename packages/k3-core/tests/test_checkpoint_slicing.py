@@ -161,6 +161,22 @@ def assert_partition(name, shape, parts):
     assert position == shape[dim], name
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [Shard(0, ((0, 3),)), Shard(0, ((3, 5),))],  # rows lost
+        [Shard(0, ((0, 4),)), Shard(0, ((3, 6),))],  # rows twice
+        [Shard(0, ((0, 2),)), Shard(0, ((3, 6),))],  # a gap
+        [Shard(0, ((0, 3),)), Shard(1, ((2, 4),))],  # another dimension
+        [WHOLE, Shard(0, ((3, 6),))],
+    ],
+)
+def test_the_partition_check_catches_mutants(parts):
+    assert_partition("good", (6, 4), [Shard(0, ((0, 3),)), Shard(0, ((3, 6),))])
+    with pytest.raises((AssertionError, ValueError)):
+        assert_partition("bad", (6, 4), parts)
+
+
 @pytest.mark.parametrize("tp", DIVISORS_OF_96)
 def test_tp_parts_partition_every_tensor(tp):
     table = tensor_table(SHORT)

@@ -109,7 +109,7 @@ def read_index(folder: Path) -> dict[str, str] | None:
             raise TypeError("weight_map must map names to file names")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index.name}: cannot be read ({type(error).__name__}: {error})") from None
-    outside = sorted({file for file in weight_map.values() if Path(file).name != file})
+    outside = sorted(file for file in set(weight_map.values()) if Path(file).name != file)
     if outside:
         raise CheckpointError(f"{index.name}: names {outside[0]!r}, which is not a plain file name")
     return dict(weight_map)

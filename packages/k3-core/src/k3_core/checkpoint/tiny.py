@@ -19,7 +19,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def write_tiny(
-    path: str | Path, config: Any = "k3", *, seed: int = 0, long_memory: bool = False, a_log_padding: int = 2
+    path: str | Path, config: Any = "k3", seed: int = 0, *, long_memory: bool = False, a_log_padding: int = 2
 ) -> Path:
     """Write a random checkpoint in the released layout.
 

@@ -80,8 +80,11 @@ def parse_quantization(raw: Any, path: str) -> QuantizationConfig:
         _expect(raw, "format", FORMAT, path)
         if not isinstance(groups, Mapping) or not groups:
             raise ConfigError(f"{path}.config_groups = {groups!r}: missing or empty; expected the released group_0")
-    elif raw.get("format") is not None:
-        _expect(raw, "format", FORMAT, path)
+    else:
+        if raw.get("format") is not None:
+            _expect(raw, "format", FORMAT, path)
+        if not (groups is None or isinstance(groups, Mapping)):
+            raise ConfigError(f"{path}.config_groups = {groups!r}: expected an object")
     if raw.get("kv_cache_scheme") is not None:
         raise ConfigError(
             f"{path}.kv_cache_scheme = {raw['kv_cache_scheme']!r}: must be null; choose the cache dtype when serving"
