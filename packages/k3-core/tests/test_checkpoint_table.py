@@ -111,6 +111,25 @@ def test_released_shard_names(k3):
     assert {name: shard_of(name, k3) + 1 for name in places} == places
 
 
+def test_size_of_kimi_linear_48b():
+    """The name says 48 billion parameters."""
+    raw = json.loads((DATA / "config" / "kimi_linear_tiny.json").read_text())
+    mla = [4, 8, 12, 16, 20, 24, 27]
+    sizes = {
+        "vocab_size": 163840, "hidden_size": 2304, "num_hidden_layers": 27, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "intermediate_size": 9216, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 256, "num_experts_per_token": 8,
+        "moe_intermediate_size": 1024,
+    }  # fmt: skip
+    linear = {"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4, "full_attn_layers": mla}
+    linear["kda_layers"] = [i for i in range(1, 28) if i not in mla]
+    table = tensor_table(load_config(raw | sizes | {"linear_attn_config": linear}))
+    assert len(table) == 20_493
+    assert 48e9 < sum(spec.nbytes / spec.dtype.itemsize for spec in table.values()) < 49.5e9
+    assert table["model.layers.0.self_attn.A_log"].shape == (1, 1, 32, 1)
+    assert table["model.layers.3.self_attn.q_proj.weight"].shape == (6144, 2304)
+
+
 def test_variants_of_the_configuration():
     raw = json.loads((DATA / "config" / "k3_tiny.json").read_text())
     text = raw["text_config"]
