@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import gc
+import importlib.metadata
 import io
 import os
 import signal
@@ -60,11 +61,16 @@ class Engine:
     @classmethod
     def start(cls, checkpoint: Path, **options: Any) -> Engine:
         """Start on ``checkpoint``; ``options`` go to ``vllm.LLM``."""
+        require_plugin()
         os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
         from vllm import LLM
 
         defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "seed": 0}
-        engine = cls(LLM(str(checkpoint), **{**defaults, **options}))
+        try:
+            engine = cls(LLM(str(checkpoint), **{**defaults, **options}))
+        except BaseException:
+            _clean_up()
+            raise
         engine._watch()
         return engine
 
@@ -119,11 +125,8 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine, so that another can start in this process."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
         self.llm = None
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        _clean_up()
 
     def _watch(self) -> None:
         scheduler = self.scheduler
@@ -152,6 +155,14 @@ class Engine:
         scheduler._preempt_request = counted
 
 
+def _clean_up() -> None:
+    """Let go of what an engine leaves in the process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
 class Server:
     """The real ``vllm serve`` on a free port of loopback."""
 
@@ -159,6 +170,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
+        require_plugin()
         self.name, self.log = name, log
         command = [str(Path(sys.executable).parent / "vllm"), "serve", str(checkpoint)]
         command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port), *options]
@@ -200,6 +212,12 @@ class Server:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
+
+
+def require_plugin() -> None:
+    """Fail where vLLM would not find k3-core: with the sources on the path but no wheel installed."""
+    installed = importlib.metadata.entry_points(group="vllm.general_plugins")
+    assert "k3_core" in {entry_point.name for entry_point in installed}, "install the k3-core wheel: no entry point"
 
 
 def data_url(image: Image.Image, kind: str = "PNG") -> str:
