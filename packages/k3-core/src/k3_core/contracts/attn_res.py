@@ -24,8 +24,10 @@ The fused step `attn_res` is the lazy form a kernel implements: the last sublaye
 mix, P is written to the bank there, and the RMSNorm that follows may be applied to the mix before it is rounded.
 
 Tolerances against fp64. mix in BF16: 1 ulp of the largest output of its row (half an ulp is the final rounding; fp32
-accumulation over H = 7168 adds at most a few fp32 ulp to a logit, hence less than 1e-4 relative in the output). Fused
-norm: 2 ulp (see `norm`). fp32: 2e-5 of the row's largest source. P is exact: it equals the rounded sum bit for bit.
+accumulation over H = 7168 adds at most a few fp32 ulp to a logit, hence less than 1e-4 relative in the output). With
+the following norm in BF16: 3 * 2^-8 of the value (three roundings: mix, normalised, product; 2^-8 for a fused kernel
+that rounds once) plus 2e-5 of the row's largest. fp32: 2e-5 of the row's largest source. P is exact: it equals the
+rounded sum bit for bit.
 
 Source: released modelling code; the lazy order also in vLLM's implementation; report eq. 8-10.
 """

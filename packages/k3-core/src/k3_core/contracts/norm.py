@@ -9,9 +9,10 @@ eps is not passed to them) and 2^-23 in the vision tower.
 
 Rounding with BF16 inputs. Text norms of the released code square and scale in fp32, round the normalised value to
 BF16 and multiply by the BF16 weight, which rounds again (`rounding="reference"`). torch.nn.RMSNorm, used by the
-vision tower, and fused kernels multiply in fp32 and round once (`rounding="single"`). The two differ by at most
-1 ulp of the result before the weight's own rounding, 2 ulp in all; so an implementation is held to 2 BF16 ulp of the
-fp64 value, and to fp32 rounding (1e-6 relative) in fp32. KDA's gated norm rounds once, after the gate.
+vision tower, and fused kernels multiply in fp32 and round once (`rounding="single"`). A BF16 rounding is off by at
+most 2^-8 of the value, so an implementation is held to 2 * 2^-8 relative of the fp64 value with reference rounding and
+2^-8 with a single one, and to 1e-6 relative in fp32 (a mean over 7168 squares in pairwise order). KDA's gated norm
+rounds once, after the gate.
 
 Source: released modelling code (KimiRMSNorm, FusedRMSNormGated as called there); torch.nn.RMSNorm for the tower.
 """
