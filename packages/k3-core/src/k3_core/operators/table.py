@@ -382,7 +382,7 @@ STATE_GATHER = Operator(
     ),
     returns=("out",),
     results=("out", "cache"),
-    contract="k3_core.contracts.kda.recurrent",
+    contract="k3_core.operators.contract.state_gather",
     rules=("the packed output is written completely", "the cache keeps its bits, gaps between pages included",
            "zero rows launch nothing"),
     bounds={d: {"out": EXACT, "cache": EXACT} for d in ("float32", "bfloat16")},
@@ -398,7 +398,7 @@ STATE_SCATTER = Operator(
     ),
     returns=(),
     results=("cache",),
-    contract="k3_core.contracts.kda.recurrent",
+    contract="k3_core.operators.contract.state_scatter",
     rules=("only selected payloads change; gaps between pages keep their bits", "the packed tensor is not changed"),
     bounds={d: {"cache": EXACT} for d in ("float32", "bfloat16")},
 )  # fmt: skip

@@ -47,7 +47,9 @@ class Draw:
         return torch.randperm(n, generator=self.generator).to(self.device)
 
     def bytes(self, low: int, high: int, *shape: int) -> Tensor:
-        """Uniform uint8 in [low, high), drawn on the device itself: expert weights of real size have a billion."""
+        """Uniform uint8 in [low, high). Weights of real size (a billion bytes) are drawn on the device itself."""
+        if math.prod(shape) < 1 << 24:
+            return torch.randint(low, high, shape, generator=self.generator, dtype=torch.uint8).to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.seed)
         return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8, device=self.device)
 
