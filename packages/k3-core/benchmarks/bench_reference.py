@@ -3,7 +3,7 @@
     python bench_reference.py [--threads 2] [--prefill 512] [--decode 64] [--out FILE]
 
 Each row is a process of its own: it loads the model, runs the prompt once to warm up and once timed, then decodes
-greedily token by token. Prints the report as one line of JSON, a line a row for people, and writes the report to FILE (default:
+greedily token by token. Prints the report as one line of JSON and one line for people, and writes it to FILE (default:
 results/reference.json beside this script; "-" writes nothing).
 
 The figures say how long tests and comparisons take. They are no statement about Kimi K3's speed: the models have a few
@@ -15,6 +15,7 @@ peak_rss_mib is the kernel's high-water mark of the whole process (PyTorch's own
 import argparse
 import datetime
 import json
+import math
 import platform
 import re
 import subprocess
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 from k3_core import checkpoint, reference
+from k3_core.config import K3Config
 
 ROWS = [
     ("k3-13", "float32", False),
@@ -63,14 +65,21 @@ def measure(folder: Path, dtype: str, packed: bool, prefill: int, decode: int) -
     decode_seconds = time.perf_counter() - start
     return {
         "layers": model.config.text.num_hidden_layers,
-        "parameters": sum(
-            spec.nbytes // spec.dtype.itemsize for spec in checkpoint.tensor_table(model.config).values()
-        ),
+        "parameters": parameters(model.config),
         "prefill_tokens_per_s": round(prefill / prefill_seconds, 1),
         "decode_tokens_per_s": round(decode / decode_seconds, 1),
         "rss_before_load_mib": before,
         "peak_rss_mib": resident_mib("VmHWM"),
     }
+
+
+def parameters(config: K3Config) -> int:
+    """Weights of the checkpoint; a packed byte holds two, scales are none."""
+    return sum(
+        math.prod(spec.shape) * (2 if name.endswith("_packed") else 1)
+        for name, spec in checkpoint.tensor_table(config).items()
+        if not name.endswith("_scale")
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
