@@ -1,0 +1,45 @@
+"""Device functions that every KDA kernel shares: gate, normalisation, activation, and a product the interpreter can run.
+
+Formulas: k3_core.contracts.kda. All of it is fp32. Decays are kept in base 2 (g * log2 e) because the hardware
+exponentiates in base 2; only exponentials of bounded differences are formed.
+"""
+
+import triton
+import triton.language as tl
+
+#: exp of at most this many doublings is formed by the bounded-gate form, see `kda_chunk`: half of 32 tokens at the bound.
+MAX_HALF_RANGE = 120.0
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)); saturates to 0 and 1 without NaN."""
+    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) with relative accuracy on both sides: a series below -4, the identity above 20."""
+    e = tl.exp2(tl.minimum(x, 20.0) * 1.4426950408889634)
+    small = e * (1.0 - e * (0.5 - e * (0.3333333333 - e * 0.25)))
+    return tl.where(x > 20.0, x, tl.where(x < -4.0, small, tl.log(1.0 + e)))
+
+
+@triton.jit
+def gate_log2(z, rate, bias, lower_bound, BOUNDED: tl.constexpr):
+    """Base-2 log decay: z, bias fp32, rate = exp(a_log), lower_bound natural log (unused unless BOUNDED)."""
+    x = z + bias
+    if BOUNDED:
+        return (lower_bound * 1.4426950408889634) * sigmoid(rate * x)
+    else:
+        return (rate * -1.4426950408889634) * softplus(x)
+
+
+@triton.jit
+def dot(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a @ b with fp32 accumulation; UPCAST is for the interpreter, which multiplies bfloat16 as integers."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)

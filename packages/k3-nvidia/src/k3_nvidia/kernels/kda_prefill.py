@@ -1,0 +1,224 @@
+"""kda_prefill, short_conv and gated_norm: launchers with the signatures of the operator table.
+
+Prefill is one to four launches: chunks (kda_chunk), then, where the cost model cuts sequences into segments, local
+and scan passes, then outputs (kda_segment). The workspace holds 72 KiB a chunk and head plus 128 KiB a segment and head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3_core.errors import UnsupportedError
+from k3_core.operators import CallSpec
+from k3_nvidia.kernels import kda_checks as checks
+from k3_nvidia.kernels.kda_chunk import CHUNK, kda_chunk_kernel
+from k3_nvidia.kernels.kda_conv import gated_norm_kernel, short_conv_kernel
+from k3_nvidia.kernels.kda_math import LOG2E, MAX_HALF_RANGE
+from k3_nvidia.kernels.kda_plan import PrefillPlan, plan_prefill
+from k3_nvidia.kernels.kda_segment import kda_local_kernel, kda_output_kernel, kda_scan_kernel
+from k3_nvidia.tuning import kda as tuning
+
+_BF16 = (torch.bfloat16,)
+_FLOATS = (torch.bfloat16, torch.float32)
+_F32 = (torch.float32,)
+
+
+def supports_prefill(spec: CallSpec) -> tuple[bool, str]:
+    """kda_prefill: bfloat16 activations (its matrix products have bfloat16 operands), any head count and gate form."""
+    bound = spec.options.get("lower_bound")
+    if bound is not None and bound > 0:
+        return False, f"kda_prefill: lower_bound must be negative or None, not {bound}"
+    return checks.supports(spec, _BF16)
+
+
+def supports_short_conv(spec: CallSpec) -> tuple[bool, str]:
+    """short_conv: four taps, both conv layouts."""
+    return checks.supports(spec, _FLOATS)
+
+
+def supports_gated_norm(spec: CallSpec) -> tuple[bool, str]:
+    """gated_norm: any head count."""
+    return checks.supports(spec, _FLOATS)
+
+
+def fits_split(lower_bound: float | None) -> bool:
+    """Whether half of 32 decays at the bound stays inside the exponent range: the one-product form of kda_chunk."""
+    return lower_bound is not None and 0 >= lower_bound * 16 * LOG2E >= -MAX_HALF_RANGE
+
+
+def kda_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    recurrent_state: Tensor,
+    slot_mapping: Tensor,
+    cu_seqlens: Tensor,
+    has_initial_state: Tensor,
+    *,
+    out: Tensor | None = None,
+    plan: PrefillPlan | None = None,
+) -> Tensor:
+    """Operator kda_prefill of the table; see there for shapes and rules.
+
+    plan: `plan_prefill` of the same boundaries; without one it is built here, which reads a device cu_seqlens back.
+    Raises ValueError for shapes and UnsupportedError for dtypes or strides it has no code for.
+    """
+    out = _check_prefill(q, k, v, z, beta, a_log, dt_bias, recurrent_state, slot_mapping, has_initial_state, out)
+    tokens, heads, dim = q.shape
+    if plan is None:
+        plan = plan_prefill(cu_seqlens, heads, q.device, dim=dim)
+    _check_plan("kda_prefill", plan, slot_mapping.shape[0], tokens)
+    if plan.end < tokens:
+        out[plan.end :].zero_()
+    if plan.num_chunks == 0 or heads == 0:
+        return out
+    if not fits_split(lower_bound) and lower_bound is not None and lower_bound > 0:
+        raise UnsupportedError(f"kda_prefill: lower_bound must be negative or None, got {lower_bound}")
+    upcast = checks.interpreted()
+    # Each [chunks, heads, 64, D] (U transposed: [.., D, 64]).
+    w, ut, qg, kg = torch.empty(4, plan.num_chunks * heads, CHUNK * dim, dtype=torch.bfloat16, device=q.device).unbind(
+        0
+    )
+    a = torch.empty(plan.num_chunks * heads, CHUNK * CHUNK, dtype=torch.bfloat16, device=q.device)
+    gamma = torch.empty(plan.num_chunks * heads, dim, dtype=torch.float32, device=q.device)
+    options = tuning.launch("chunk")
+    options["PART"] = min(options["PART"], dim)
+    kda_chunk_kernel[(heads, plan.num_chunks)](
+        q, k, v, z, beta, a_log, dt_bias, float(lower_bound or 0.0),
+        plan.chunks, w, ut, qg, kg, a, gamma,
+        *(checks.row_stride(x) for x in (q, k, v, z, beta)), heads,
+        BOUNDED=lower_bound is not None, SPLIT=fits_split(lower_bound), D=dim, UPCAST=upcast, **options,
+    )  # fmt: skip
+    start = gamma  # not read unless a sequence was cut
+    if plan.order.numel():
+        start = _cross_segments(w, ut, kg, gamma, recurrent_state, slot_mapping, has_initial_state, plan, heads, dim)
+    options = tuning.launch("output")
+    options["BR"] = min(options["BR"], dim)
+    kda_output_kernel[(dim // options["BR"], heads, plan.num_segments)](
+        w, ut, qg, kg, a, gamma, plan.chunks, plan.segments, start, out,
+        recurrent_state, slot_mapping, has_initial_state,
+        checks.row_stride(out), recurrent_state.stride(0), slot_mapping.stride(0), heads,
+        D=dim, UPCAST=upcast, **options,
+    )  # fmt: skip
+    return out
+
+
+def _cross_segments(
+    w: Tensor, ut: Tensor, kg: Tensor, gamma: Tensor, recurrent_state: Tensor, slots: Tensor, init: Tensor,
+    plan: PrefillPlan, heads: int, dim: int,
+) -> Tensor:  # fmt: skip
+    """Start states of all segments of cut sequences, fp32 [segments, N, V, K]."""
+    upcast = checks.interpreted()
+    size = (plan.num_segments, heads, dim, dim)
+    start = torch.empty(size, dtype=torch.float32, device=w.device)
+    hi = torch.empty(size, dtype=torch.bfloat16, device=w.device)
+    lo = torch.empty(size, dtype=torch.bfloat16, device=w.device)
+    options = tuning.launch("local")
+    options["BR"] = min(options["BR"], dim)
+    kda_local_kernel[(2 * dim // options["BR"], heads, plan.order.numel())](
+        w, ut, kg, gamma, plan.segments, plan.order, start, hi, lo,
+        recurrent_state, slots, init, recurrent_state.stride(0), slots.stride(0), heads,
+        D=dim, UPCAST=upcast, **options,
+    )  # fmt: skip
+    if plan.scans.numel():
+        options = tuning.launch("scan")
+        kda_scan_kernel[(dim // options["BR"], heads, plan.scans.shape[0])](
+            start, hi, lo, plan.scans, heads, D=dim, UPCAST=upcast, **options
+        )
+    return start
+
+
+def _check_prefill(
+    q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor,
+    slots: Tensor, init: Tensor, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    op = "kda_prefill"
+    if q.dim() != 3 or q.shape[2] not in checks.HEAD_DIMS:
+        raise UnsupportedError(f"{op}: q must be [T, N, D] with D in {checks.HEAD_DIMS}, got {tuple(q.shape)}")
+    tokens, heads, dim = q.shape
+    for name, x in (("q", q), ("k", k), ("v", v), ("z", z)):
+        checks.check_rows(op, name, x, (tokens, heads, dim), _BF16)
+    checks.check_rows(op, "beta", beta, (tokens, heads), _F32)
+    checks.check_vector(op, "a_log", a_log, (heads,), torch.float32)
+    checks.check_vector(op, "dt_bias", dt_bias, (heads, dim), torch.float32)
+    checks.check_state(op, state, heads, dim)
+    checks.check_index(op, "slot_mapping", slots, (slots.shape[0],))
+    checks.check_vector(op, "has_initial_state", init, tuple(slots.shape), torch.bool)
+    if out is None:
+        return torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    checks.check_rows(op, "out", out, (tokens, heads, dim), _BF16)
+    return out
+
+
+def _check_plan(op: str, plan: PrefillPlan, sequences: int, tokens: int) -> None:
+    if plan.num_seqs != sequences or plan.end > tokens:
+        raise ValueError(
+            f"{op}: the plan is for {plan.num_seqs} sequences ending at row {plan.end}, the call has {sequences} "
+            f"sequences and {tokens} rows"
+        )
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    slot_mapping: Tensor,
+    cu_seqlens: Tensor,
+    has_initial_state: Tensor,
+    *,
+    out: Tensor | None = None,
+    plan: PrefillPlan | None = None,
+) -> Tensor:
+    """Operator short_conv of the table; plan as in kda_prefill (the same one serves both)."""
+    op = "short_conv"
+    tokens, channels = x.shape
+    checks.check_rows(op, "x", x, (tokens, channels), _FLOATS)
+    checks.check_vector(op, "weight", weight, (channels, checks.TAPS), torch.float32)
+    checks.check_conv_state(op, conv_state, channels, checks.TAPS - 1, x.dtype)
+    checks.check_index(op, "slot_mapping", slot_mapping, (cu_seqlens.shape[0] - 1,))
+    checks.check_vector(op, "has_initial_state", has_initial_state, tuple(slot_mapping.shape), torch.bool)
+    if out is None:
+        out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
+    checks.check_rows(op, "out", out, (tokens, channels), (x.dtype,))
+    if plan is None:
+        plan = plan_prefill(cu_seqlens, 1, x.device)
+    _check_plan(op, plan, slot_mapping.shape[0], tokens)
+    if plan.end < tokens:
+        out[plan.end :].zero_()
+    if plan.num_chunks == 0:
+        return out
+    options = tuning.launch("conv")
+    short_conv_kernel[(-(-channels // options["BC"]), plan.num_chunks)](
+        x, weight, conv_state, out, plan.chunks, cu_seqlens, slot_mapping, has_initial_state,
+        checks.row_stride(x), checks.row_stride(out), weight.stride(0), *conv_state.stride(), slot_mapping.stride(0),
+        channels, **options,
+    )  # fmt: skip
+    return out
+
+
+def gated_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """Operator gated_norm of the table."""
+    op = "gated_norm"
+    tokens, heads, dim = o.shape
+    if dim not in checks.HEAD_DIMS:
+        raise UnsupportedError(f"{op}: head dimension must be one of {checks.HEAD_DIMS}, got {dim}")
+    checks.check_rows(op, "o", o, (tokens, heads, dim), _FLOATS)
+    checks.check_rows(op, "gate", gate, (tokens, heads, dim), _FLOATS)
+    checks.check_vector(op, "weight", weight, (dim,), None)
+    if out is None:
+        out = torch.empty(tokens, heads, dim, dtype=o.dtype, device=o.device)
+    checks.check_rows(op, "out", out, (tokens, heads, dim), _FLOATS)
+    if tokens * heads == 0:
+        return out
+    options = tuning.launch("norm")
+    gated_norm_kernel[(-(-tokens * heads // options["ROWS"]),)](
+        o, gate, weight, out, checks.row_stride(o), checks.row_stride(gate), checks.row_stride(out), eps, tokens, heads,
+        D=dim, **options,
+    )  # fmt: skip
+    return out
