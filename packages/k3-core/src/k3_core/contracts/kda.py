@@ -130,7 +130,7 @@ def recurrent(
     dtype = compute_dtype(q, k, v, g, beta, state)
     bounds = sequence_bounds(q.shape[0], cu_seqlens)
     order, lengths = _longest_first(bounds)
-    current = _initial_state(state, len(bounds) - 1, v, k, dtype)[order]
+    current = _initial_state(state, order, v, k, dtype)
     starts = torch.tensor([bounds[s] for s in order], device=q.device)
     q, k = normalize_qk(q, k, dtype)
     decay, write, values = g.to(dtype).exp(), beta.to(dtype).unsqueeze(-1), v.to(dtype)
@@ -141,11 +141,9 @@ def recurrent(
         S, key = current[:active], k[rows].unsqueeze(-1)
         S *= decay[rows].unsqueeze(-2)
         error = values[rows] - (S @ key).squeeze(-1)
-        S += (write[rows] * error).unsqueeze(-1) * key.transpose(-1, -2)
+        S.flatten(0, 1).baddbmm_((write[rows] * error).flatten(0, 1).unsqueeze(-1), key.flatten(0, 1).transpose(1, 2))
         out[rows] = (S @ q[rows].unsqueeze(-1)).squeeze(-1)
-    result = torch.empty_like(current)
-    result[order] = current
-    return out.to(v.dtype), result
+    return out.to(v.dtype), _in_order(current, order)
 
 
 def chunked(
@@ -165,7 +163,7 @@ def chunked(
     dtype = compute_dtype(q, k, v, g, beta, state)
     bounds = sequence_bounds(q.shape[0], cu_seqlens)
     order, lengths = _longest_first(bounds)
-    current = _initial_state(state, len(bounds) - 1, v, k, dtype)[order]
+    current = _initial_state(state, order, v, k, dtype)
     q, k = normalize_qk(q, k, dtype)
     values = v.to(dtype)
     out = torch.zeros_like(values)
@@ -186,9 +184,7 @@ def chunked(
             take(q), take(k), take(values), take(g.to(dtype)), take(beta.to(dtype).unsqueeze(-1)), current[:active]
         )
         out[rows[valid]] = o.transpose(1, 2)[valid]
-    result = torch.empty_like(current)
-    result[order] = current
-    return out.to(v.dtype), result
+    return out.to(v.dtype), _in_order(current, order)
 
 
 def output_norm(o: Tensor, output_gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -347,13 +343,25 @@ def _longest_first(bounds: list[int]) -> tuple[list[int], list[int]]:
     return order, [lengths[s] for s in order]
 
 
-def _initial_state(state: Tensor | None, num_seqs: int, v: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-    shape = (num_seqs, v.shape[-2], v.shape[-1], k.shape[-1])
+def _initial_state(state: Tensor | None, order: list[int], v: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of the states [S, N, V, K] in `order`, or zeros."""
+    shape = (len(order), v.shape[-2], v.shape[-1], k.shape[-1])
     if state is None:
         return torch.zeros(shape, dtype=dtype, device=v.device)
     if state.shape != shape:
         raise ValueError(f"state must be [S, N, V, K] = {shape}, got {tuple(state.shape)}")
-    return state.to(dtype)
+    if order == sorted(order):
+        return state.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return state[order].to(dtype)
+
+
+def _in_order(current: Tensor, order: list[int]) -> Tensor:
+    """States back in the order of the sequences."""
+    if order == sorted(order):
+        return current
+    result = torch.empty_like(current)
+    result[order] = current
+    return result
 
 
 def _one_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
@@ -387,11 +395,16 @@ def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, 
         if begin:
             right = k[..., :begin, :] * to_boundary.exp()
             products[..., begin:end, :begin] = (rows * tile.cumsum(-2).exp()) @ right.transpose(-1, -2)
-        for j in range(end - begin):
-            since = torch.cat([torch.zeros_like(tile[..., :1, :]), tile[..., j + 1 :, :]], dim=-2).cumsum(-2)
-            weighted = k[..., begin + j : begin + j + 1, :] * since.exp()
-            products[..., begin + j : end, begin + j] = (rows[..., j:, :] * weighted).sum(-1)
+        for b in range(len(tile)):  # one sequence at a time bounds the [N, TILE, TILE, D] intermediate
+            products[:, b, :, begin:end, begin:end] = _tile_products(rows[:, b], k[b, :, begin:end], tile[b])
         later = torch.cat([tile[..., 1:, :], torch.zeros_like(tile[..., :1, :])], dim=-2)
         inside = later.flip(-2).cumsum(-2).flip(-2)
         to_boundary = torch.cat([to_boundary + tile.sum(-2, keepdim=True), inside], dim=-2)
     return products[0], products[1], to_boundary
+
+
+def _tile_products(rows: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """sum_c rows_i k_j exp(g_{j+1} + ... + g_i) for j <= i, else 0: rows [2, N, R, D], k and g [N, R, D]."""
+    after = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool, device=g.device).tril(-1)
+    since = torch.where(after[..., None], g.unsqueeze(-2), 0).cumsum(-3)  # [N, i, j, D]
+    return torch.einsum("snid,nijd->snij", rows, since.exp_().mul_(k.unsqueeze(-3))).tril_()
