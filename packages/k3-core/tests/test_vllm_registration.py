@@ -80,9 +80,12 @@ def test_core_acts_on_a_cpu_and_registers_everything_under_the_usual_names(lines
     assert registration.active() == CORE
     state = everything()
     assert all(module.startswith("k3_core.vllm.") for module in registered().values())
-    assert state["tokenizer"] == ("k3_core.vllm.tokenizer", "K3Tokenizer")
-    assert state["renderer"] == ("k3_core.vllm.renderer", "K3Renderer")
+    assert state["tokenizer"] == ("k3_core.vllm.tokenizer", "KimiK3Tokenizer")
+    assert state["renderer"] == ("k3_core.vllm.renderer", "KimiK3Renderer")
     assert state["reasoning"][0] == state["tools"][0] == "k3_core.vllm.parsers"
+    assert lines() == []
+    registration.announce()
+    registration.announce()
     assert lines() == [f"k3-core {CORE.version} serves Kimi K3 and Kimi-Linear ('reference', chosen by platform)"]
 
 
@@ -159,9 +162,19 @@ def test_a_chosen_wheel_that_is_not_installed_is_named(
     monkeypatch.setenv("K3_IMPL", "nvidia")
     monkeypatch.setattr(registration.importlib.metadata, "entry_points", lambda group: ())
     assert not registration.register(CORE)
-    (line,) = lines()
+    _, line = lines()
     assert "k3-nvidia" in line
     assert "not installed" in line
+
+
+def test_a_wheel_on_another_platform_says_one_line(lines: Callable[[], list[str]]) -> None:
+    before = everything()
+    for _ in range(2):
+        assert not registration.register(vendor("nvidia"))
+    assert everything() == before
+    (line,) = lines()
+    assert "k3-nvidia" in line
+    assert "'reference'" in line
 
 
 def test_a_platform_without_wheel_is_one_line(monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]) -> None:

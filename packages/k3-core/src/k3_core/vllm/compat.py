@@ -28,10 +28,11 @@ def register_model(architecture: str, target: str) -> Undo:
     return undo
 
 
-def register_config_hook(architecture: str, target: str) -> Undo:
+def register_config_hook(architecture: str, target: str | None, announce: Callable[[], None]) -> Undo:
     """Call ``target`` (``"module:Class"``) for models of ``architecture`` while vLLM settles its configuration.
 
-    The map is vLLM's own extension point for architectures and has the same two methods from 0.23 to 0.33.
+    The map is vLLM's own extension point for architectures and has the same two methods from 0.23 to 0.33. ``announce``
+    is called first, in the process that the user started.
     """
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
@@ -40,11 +41,14 @@ def register_config_hook(architecture: str, target: str) -> Undo:
 
         @staticmethod
         def verify_and_update_model_config(model_config: Any) -> None:
-            _load(target).verify_and_update_model_config(model_config)
+            announce()
+            if target:
+                _load(target).verify_and_update_model_config(model_config)
 
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:
-            _load(target).verify_and_update_config(vllm_config)
+            if target:
+                _load(target).verify_and_update_config(vllm_config)
 
     undo = _replace(MODELS_CONFIG_MAP, architecture)
     MODELS_CONFIG_MAP[architecture] = Hook
@@ -92,16 +96,19 @@ def register_parsers() -> Undo:
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
+    from k3_core.vllm import compose
+
     module = "k3_core.vllm.parsers"
     undos = [
+        compose.install(),
         _replace(ReasoningParserManager.lazy_parsers, "kimi_k3"),
         _replace(ToolParserManager.lazy_parsers, "kimi_k3"),
     ]
     for loaded in (ReasoningParserManager.reasoning_parsers, ToolParserManager.tool_parsers):
         undos.append(_replace(loaded, "kimi_k3"))
         loaded.pop("kimi_k3", None)
-    ReasoningParserManager.register_lazy_module("kimi_k3", module, "K3ReasoningParser")
-    ToolParserManager.register_lazy_module("kimi_k3", module, "K3ToolParser")
+    ReasoningParserManager.register_lazy_module("kimi_k3", module, "KimiK3ReasoningParser")
+    ToolParserManager.register_lazy_module("kimi_k3", module, "KimiK3ToolParser")
 
     def undo() -> None:
         for step in undos:

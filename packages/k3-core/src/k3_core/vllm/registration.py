@@ -64,6 +64,7 @@ class _State:
     """What this process has decided so far."""
 
     active: Wheel | None = None
+    served: str = ""
     undo: list[Undo] = field(default_factory=list)
     said: set[str] = field(default_factory=set)
 
@@ -90,6 +91,15 @@ def active() -> Wheel | None:
     return _state.active
 
 
+def announce() -> None:
+    """Log which wheel serves the model that is being configured; called by the configuration hook.
+
+    vLLM 0.32 sets its log up after plugins are loaded, so an INFO line written while registering would be lost.
+    """
+    if _state.served:
+        _say(logging.INFO, _state.served)
+
+
 def unregister() -> None:
     """Undo everything :func:`register` did in this process (for tests and interactive comparison)."""
     _rollback()
@@ -113,6 +123,7 @@ def _register(wheel: Wheel) -> bool:
         _say(logging.INFO, "K3_IMPL=upstream: Kimi K3 is served by vLLM's own implementation")
         return False
     if choice != wheel.vendor:
+        _say(logging.INFO, f"{wheel.name} {wheel.version} is not used here: Kimi K3 is '{choice}' ({why})")
         _report_absent(choice, why)
         return False
     refusal = refuse(wheel)
@@ -121,7 +132,7 @@ def _register(wheel: Wheel) -> bool:
         return False
     _apply(_steps(wheel))
     _state.active = wheel
-    _say(logging.INFO, f"{wheel.name} {wheel.version} serves Kimi K3 and Kimi-Linear ('{wheel.vendor}', {why})")
+    _state.served = f"{wheel.name} {wheel.version} serves Kimi K3 and Kimi-Linear ('{wheel.vendor}', {why})"
     return True
 
 
@@ -166,11 +177,10 @@ def _steps(wheel: Wheel) -> Iterable[Step]:
 
     for architecture, target in wheel.models.items():
         yield lambda a=architecture, t=target: compat.register_model(a, t)  # type: ignore[misc]
-        if wheel.config_hook:
-            yield lambda a=architecture: compat.register_config_hook(a, wheel.config_hook)  # type: ignore[misc]
+        yield lambda a=architecture: compat.register_config_hook(a, wheel.config_hook, announce)  # type: ignore[misc]
     yield compat.register_config_classes
-    yield lambda: compat.register_tokenizer("kimi_k3", "k3_core.vllm.tokenizer", "K3Tokenizer")
-    yield lambda: compat.register_renderer("kimi_k3", "k3_core.vllm.renderer", "K3Renderer")
+    yield lambda: compat.register_tokenizer("kimi_k3", "k3_core.vllm.tokenizer", "KimiK3Tokenizer")
+    yield lambda: compat.register_renderer("kimi_k3", "k3_core.vllm.renderer", "KimiK3Renderer")
     yield compat.register_parsers
     yield from wheel.steps
 
@@ -183,7 +193,7 @@ def _apply(steps: Iterable[Step]) -> None:
 def _rollback() -> None:
     while _state.undo:
         _state.undo.pop()()
-    _state.active = None
+    _state.active, _state.served = None, ""
 
 
 def _platform() -> str | None:

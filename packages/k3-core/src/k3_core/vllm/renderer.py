@@ -7,48 +7,63 @@ included); ``--media-io-kwargs`` and the request's ``media_io_kwargs`` take prec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import aiohttp
+import requests
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.inputs.preprocess import parse_dec_only_prompt
 from vllm.utils.async_utils import make_async
 
 from k3_core import chat
-from k3_core.errors import ChatError
+from k3_core.chat.options import ENCODE_OPTIONS, THINKING_OPTIONS
+from k3_core.chat.tools import drop_null_fields
+from k3_core.errors import ChatError, ImageError
 from k3_core.multimodal import image_prompt
 from k3_core.vllm import compat
 from k3_core.vllm.processor import plain_image
 
 #: chat_template_kwargs of requests that are ours to interpret; others are refused by name.
-_THINKING = ("thinking", "enable_thinking", "thinking_effort", "reasoning_effort")
-_ENCODE = ("tools", "add_generation_prompt", "tool_choice", "response_format", "response_schema")
+_ENCODE = ("tools", *(name for name in ENCODE_OPTIONS if name not in (*THINKING_OPTIONS, "image_prompts")))
 #: What vLLM's entry points add for templates that are files; it has no meaning here.
 _IGNORED = ("chat_template", "return_dict", "tokenize", "documents", "return_assistant_tokens_mask")
 
 
-class K3Renderer(BaseRenderer):
+class KimiK3Renderer(BaseRenderer):
     """vLLM's renderer for ``--tokenizer-mode kimi_k3``."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self._render_async = make_async(self._render, executor=self._executor)
+        self._server_options: frozenset[str] = frozenset()
+
+    def warmup(self, chat_params: Any) -> None:
+        """Learn which chat options the server itself adds to every request, then warm up.
+
+        vLLM adds options of other models' templates (0.32: ``cohere_format``); what a client misspells is refused.
+        """
+        self._server_options = frozenset(chat_params.chat_template_kwargs)
+        super().warmup(chat_params)
 
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         """The parsed conversation and its prompt: token ids, with the images for the multimodal processor.
 
         Raises ChatError (400 for the client) for a conversation or an option that cannot be encoded.
         """
-        conversation, mm_data, mm_uuids = compat.chat_utils().parse_chat_messages(
-            messages, self.model_config, **self._parse_options(params)
-        )
+        with _fetching():
+            conversation, mm_data, mm_uuids = compat.chat_utils().parse_chat_messages(
+                messages, self.model_config, **self._parse_options(params)
+            )
         return self._finish(conversation, self._render(conversation, mm_data, params), mm_data, mm_uuids)
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         """See :meth:`render_messages`; encoding runs in the renderer's pool."""
-        conversation, mm_data, mm_uuids = await compat.chat_utils().parse_chat_messages_async(
-            messages, self.model_config, **self._parse_options(params)
-        )
+        with _fetching():
+            conversation, mm_data, mm_uuids = await compat.chat_utils().parse_chat_messages_async(
+                messages, self.model_config, **self._parse_options(params)
+            )
         ids = await self._render_async(conversation, mm_data, params)
         return self._finish(conversation, ids, mm_data, mm_uuids)
 
@@ -63,12 +78,12 @@ class K3Renderer(BaseRenderer):
         }
 
     def _render(self, conversation: list[Any], mm_data: Mapping[str, Any] | None, params: Any) -> list[int]:
-        options = encode_options(params)
+        options = encode_options(params, self._server_options)
         images = [plain_image(image) for image in (mm_data or {}).get("image") or []]
         tokenizer = self.get_tokenizer()
         encoded = chat.encode(
             conversation,
-            options.pop("tools", None),
+            drop_null_fields(options.pop("tools", None)),
             tokenizer=tokenizer.k3,
             image_prompts=[image_prompt(*image.size) for image in images] or None,
             **options,
@@ -84,8 +99,19 @@ class K3Renderer(BaseRenderer):
         return conversation, prompt
 
 
-def encode_options(params: Any) -> dict[str, Any]:
+@contextmanager
+def _fetching() -> Iterator[None]:
+    """An image that cannot be fetched is the client's error (400), not the server's (500 in vLLM up to 0.32)."""
+    try:
+        yield
+    except (aiohttp.ClientError, requests.RequestException, OSError, TimeoutError) as error:
+        raise ImageError(f"the image cannot be fetched: {error or type(error).__name__}") from error
+
+
+def encode_options(params: Any, server_options: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The options of ``chat.encode`` that a request's ``ChatParams`` ask for.
+
+    ``server_options``: names that the server adds by itself; they are ignored where Kimi K3 has no such option.
 
     Raises ChatError for a ``chat_template``, an unknown ``chat_template_kwargs`` entry, and contradictory options.
     """
@@ -94,10 +120,10 @@ def encode_options(params: Any) -> dict[str, Any]:
         raise ChatError("Kimi K3 has no chat template; leave out --chat-template and chat_template")
     if given.pop("continue_final_message", False):
         raise ChatError("continue_final_message is not supported: a Kimi K3 message cannot be left open by the client")
-    unknown = sorted(set(given) - {*_THINKING, *_ENCODE, *_IGNORED})
+    unknown = sorted(set(given) - {*THINKING_OPTIONS, *_ENCODE, *_IGNORED, *server_options})
     if unknown:
-        raise ChatError(f"chat_template_kwargs {unknown} are unknown; Kimi K3 knows {sorted(_THINKING)}")
-    thinking = chat.resolve_thinking({name: given[name] for name in _THINKING if name in given})
+        raise ChatError(f"chat_template_kwargs {unknown} are unknown; Kimi K3 knows {sorted(THINKING_OPTIONS)}")
+    thinking = chat.resolve_thinking({name: given[name] for name in THINKING_OPTIONS if name in given})
     options = {name: given[name] for name in _ENCODE if given.get(name) is not None}
     for name in ("tool_choice", "response_format"):
         value = getattr(params, name, None)  # fields of the request from 0.27 on
