@@ -160,7 +160,7 @@ def latent_experts_partial(
     out = torch.zeros(z.shape, dtype=compute_dtype(z, routing_weights), device=z.device)
     local = ids - experts.first_expert
     for expert in torch.unique(local).tolist():
-        if not 0 <= expert < experts.num_experts or expert + experts.first_expert < 0:
+        if not 0 <= expert < experts.num_experts:
             continue
         rows, column = (local == expert).nonzero(as_tuple=True)
         w13, w2 = experts.weights(expert, z.dtype)
