@@ -91,6 +91,7 @@ RECOVERED: list[tuple[str, str, str, list[tuple[str, str]], str]] = [
     (f"r{CL}think{OP}response{SP}Hi{CL}response{CL}message{EM}", "r", "Hi", [], "stop"),
     (f"r{END_THINK}{OP}responseHello{END_RESPONSE}", "r", "Hello", [], "stop"),
     (f"r{END_THINK}response{SP}Hi{END_RESPONSE}", "r", "Hi", [], "stop"),
+    (f"r{END_THINK}tools{END_RESPONSE}{END}", "r", "tools", [], "stop"),
     (f"r{END_THINK}{RESPONSE}Hi{END_RESPONSE}{CL}{EM}", "r", "Hi", [], "stop"),
     (
         f"a {CL} b {OP}, c{SP}d{END_THINK}{RESPONSE}x{OP}foo{SP}y{CL}foo{SP}z{END_RESPONSE}",

@@ -175,6 +175,8 @@ class StreamParser:
                 self._text(behind)
             if token == protocol.SEP or self._done:
                 return
+        if token != protocol.SEP and self._gap:
+            self._release_gap()
         if token in (protocol.OPEN, protocol.CLOSE):
             is_open = token == protocol.OPEN
             expected = _OPENS[self._element] if is_open else frozenset({self._element or protocol.TAG_MESSAGE})
@@ -290,9 +292,13 @@ class StreamParser:
         elif len(self._gap) > _MAX_GAP or not (
             word in _GAP_WORDS or any(name.startswith(self._gap) for name in _GAP_WORDS)
         ):
-            text, self._gap = self._gap, ""
-            self._element = _RESPONSE
-            self._emit("content", text)
+            self._release_gap()
+
+    def _release_gap(self) -> None:
+        """What waited between the channels is content after all."""
+        text, self._gap = self._gap, ""
+        self._element = _RESPONSE
+        self._emit("content", text)
 
     # --- output -----------------------------------------------------------------------------------------------------
     def _emit(self, kind: EventKind, text: str) -> None:

@@ -17,6 +17,8 @@ ENCODE_OPTIONS: dict[str, Any] = {
     "response_schema": None,
     "image_prompts": None,
 }
+#: Every chat_template_kwargs name in which a request can ask for thinking; see :func:`resolve_thinking`.
+THINKING_OPTIONS = ("thinking", "enable_thinking", "thinking_effort", "reasoning_effort")
 
 
 @dataclass(frozen=True)
