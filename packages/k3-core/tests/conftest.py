@@ -9,10 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-pytest.register_assert_rewrite("contract_checks")
-
 import golden_data
 import serve_support
+
+pytest.register_assert_rewrite("contract_checks")
 
 
 @pytest.fixture(scope="session")
