@@ -51,6 +51,7 @@ def start(port: int, checkpoint: Path, log: Path) -> subprocess.Popen:
     command = [
         str(vllm), "serve", str(checkpoint), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "4", "--max-num-batched-tokens", "256",
+        "--reasoning-parser", "kimi_k3", "--tool-call-parser", "kimi_k3", "--enable-auto-tool-choice",
     ]  # fmt: skip
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -154,13 +155,13 @@ def completion(client: OpenAI) -> None:
 def served_by(port: int, log: Path) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/version", timeout=5) as answer:
         version = answer.read().decode()
-    said = [line for line in log.read_text(errors="replace").splitlines() if "k3_core" in line or "[k3]" in line]
+    said = [line for line in log.read_text(errors="replace").splitlines() if " serves Kimi K3" in line]
     show(
         "what served them",
         [
             ("server", version),
             ("k3-core", importlib.metadata.version("k3-core")),
-            ("log", said[0].strip() if said else "no line of ours in the log"),
+            ("log", said[0].split("] ", 1)[-1].strip() if said else "no line of ours in the log"),
         ],
     )
 
