@@ -41,6 +41,7 @@ Sources: released modelling code; flash-linear-attention's reference formulas; r
 system per chunk is the WY form of Yang et al., "Parallelizing Linear Transformers with the Delta Rule".
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -369,13 +370,13 @@ def _one_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tens
     from_start = g.cumsum(-2)
     reads, writes, to_end = _decayed_products(q, k, g)
     system = beta * writes.tril(-1)
-    right = torch.cat([beta * v, beta * k * from_start.exp()], dim=-1)
+    right = torch.cat([beta * v, beta * k * _decay(from_start)], dim=-1)
     # The unit diagonal is implied: forward substitution of (I + M) X = diag(beta) [V | K exp G].
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     U, W = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     fresh = U - W @ S.transpose(-1, -2)
-    o = (q * from_start.exp()) @ S.transpose(-1, -2) + reads @ fresh
-    return o, S * from_start[..., -1:, :].exp() + fresh.transpose(-1, -2) @ (k * to_end.exp())
+    o = (q * _decay(from_start)) @ S.transpose(-1, -2) + reads @ fresh
+    return o, S * _decay(from_start[..., -1:, :]) + fresh.transpose(-1, -2) @ (k * _decay(to_end))
 
 
 def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -393,8 +394,8 @@ def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, 
         end = min(begin + TILE, length)
         tile, rows = g[..., begin:end, :], both[..., begin:end, :]
         if begin:
-            right = k[..., :begin, :] * to_boundary.exp()
-            products[..., begin:end, :begin] = (rows * tile.cumsum(-2).exp()) @ right.transpose(-1, -2)
+            right = k[..., :begin, :] * _decay(to_boundary)
+            products[..., begin:end, :begin] = (rows * _decay(tile.cumsum(-2))) @ right.transpose(-1, -2)
         for b in range(len(tile)):  # one sequence at a time bounds the [N, TILE, TILE, D] intermediate
             products[:, b, :, begin:end, begin:end] = _tile_products(rows[:, b], k[b, :, begin:end], tile[b])
         later = torch.cat([tile[..., 1:, :], torch.zeros_like(tile[..., :1, :])], dim=-2)
@@ -407,4 +408,14 @@ def _tile_products(rows: Tensor, k: Tensor, g: Tensor) -> Tensor:
     """sum_c rows_i k_j exp(g_{j+1} + ... + g_i) for j <= i, else 0: rows [2, N, R, D], k and g [N, R, D]."""
     after = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool, device=g.device).tril(-1)
     since = torch.where(after[..., None], g.unsqueeze(-2), 0).cumsum(-3)  # [N, i, j, D]
-    return torch.einsum("snid,nijd->snij", rows, since.exp_().mul_(k.unsqueeze(-3))).tril_()
+    return torch.einsum("snid,nijd->snij", rows, _decay(since).mul_(k.unsqueeze(-3))).tril_()
+
+
+def _decay(exponent: Tensor) -> Tensor:
+    """exp of non-positive exponents; zero where the result is below the root of the smallest normal number.
+
+    That is 1e-19 in fp32 and 1e-154 in fp64, far below rounding of anything of order one. The product of two such
+    factors would be subnormal, which CPUs multiply many times slower.
+    """
+    floor = math.log(torch.finfo(exponent.dtype).tiny) / 2
+    return torch.where(exponent < floor, 0, exponent.exp())
