@@ -25,12 +25,16 @@ Vendor = Callable[..., Wheel]
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test starts and ends with vLLM as it was, on a CPU, without an override."""
+    """Every test starts with vLLM as it was, on a CPU, without an override; what was registered before comes back."""
+    before = registration.active()
     registration.unregister()
     monkeypatch.delenv("K3_IMPL", raising=False)
     monkeypatch.setattr(registration, "_platform", lambda: "reference")
     yield
+    monkeypatch.undo()  # what the test itself changed, too: it must not decide what comes back
     registration.unregister()
+    if before is not None:
+        assert registration.register(before)
 
 
 @pytest.fixture
