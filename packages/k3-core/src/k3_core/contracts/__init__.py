@@ -12,3 +12,7 @@ mxfp4     the packed expert weights
 norm      RMS norms with the reference's rounding points
 vision    tower, projector, positions
 """
+
+from k3_core.contracts import attn_res, kda, mla, moe, mxfp4, norm, situ, vision
+
+__all__ = ["attn_res", "kda", "mla", "moe", "mxfp4", "norm", "situ", "vision"]
