@@ -39,16 +39,9 @@ def random_experts(shape: Shape, seed: int) -> SwizzledExperts:
     gen = torch.Generator(device="cuda").manual_seed(seed)
     out = empty_swizzled(shape.local, shape.width, LATENT, "cuda")
     for words in (out.w13, out.w2):
-        for e in range(0, shape.local, 64):  # in pieces: random_ on int32 covers 31 bits, so two draws make a word
-            part = words[e : e + 64]
-            low = torch.randint(0, 1 << 16, part.shape, generator=gen, device="cuda", dtype=torch.int32)
-            part.copy_(
-                torch.randint(-(1 << 15), 1 << 15, part.shape, generator=gen, device="cuda", dtype=torch.int32) << 16
-            )
-            part |= low
+        words.random_(-(1 << 15), 1 << 15, generator=gen)
     for scales, base in ((out.s13, 120), (out.s2, 121)):
-        raw = torch.randint(base - 2, base + 2, (*scales.shape, 4), generator=gen, device="cuda", dtype=torch.int32)
-        scales.copy_(raw[..., 0] | raw[..., 1] << 8 | raw[..., 2] << 16 | raw[..., 3] << 24)
+        scales.view(torch.uint8).random_(base - 2, base + 2, generator=gen)
     return out
 
 

@@ -24,41 +24,43 @@ from k3_nvidia.kernels import moe_worklist, router
 from k3_nvidia.kernels.moe_combine import combine
 from k3_nvidia.tuning.experts import Plan
 
-BASE = Plan(16, 4, 4, 4, 4, 4, 4, 4, 3, 14, 1024, False)
-ARGS = ("block_n", "mt13", "kt13", "warps13", "stages13")
-# (BN, row blocks, column blocks, warps, stages)
-W13_DECODE = [(16, 4, 4, 4, 3), (16, 4, 4, 4, 4), (16, 4, 4, 4, 5), (16, 4, 2, 4, 6), (16, 4, 8, 4, 3), (16, 8, 4, 4, 3),
-              (16, 8, 2, 4, 4), (16, 8, 4, 8, 3), (8, 4, 4, 4, 4), (8, 4, 4, 4, 6), (8, 8, 4, 4, 4), (8, 2, 4, 2, 5), (8, 4, 8, 4, 3),
-              (8, 2, 8, 2, 3), (8, 4, 2, 4, 6)]  # fmt: skip
-# (BN, row blocks, warps, stages, row tiles a program)
-W2_DECODE = [(16, 4, 4, 3, 2), (16, 4, 4, 3, 7), (16, 4, 4, 3, 14), (16, 4, 4, 3, 28), (16, 4, 4, 4, 14), (16, 4, 4, 5, 14),
-             (16, 8, 8, 3, 7), (16, 8, 8, 3, 14), (8, 4, 4, 3, 7), (8, 4, 4, 3, 14), (8, 4, 4, 4, 14), (8, 4, 4, 6, 14), (8, 8, 4, 3, 7),
-             (8, 2, 2, 4, 14), (8, 4, 4, 4, 28), (16, 8, 4, 3, 7)]  # fmt: skip
-W13_PREFILL = [(32, 4, 4, 4, 3), (32, 8, 2, 4, 3), (32, 8, 4, 8, 3), (64, 8, 2, 4, 3), (64, 8, 2, 8, 3), (64, 8, 1, 4, 4), (64, 4, 2, 4, 3),
-               (64, 16, 1, 8, 4), (128, 8, 2, 8, 3), (128, 8, 1, 8, 4), (128, 8, 1, 4, 4), (128, 4, 1, 4, 4), (256, 8, 1, 8, 3)]  # fmt: skip
-W2_PREFILL_NARROW = [(32, 4, 4, 3, 14), (32, 4, 4, 3, 28), (32, 8, 8, 3, 14), (64, 4, 4, 3, 14), (64, 4, 4, 3, 56), (64, 8, 8, 3, 14),
-                     (64, 8, 8, 3, 28), (128, 4, 4, 3, 56), (128, 8, 8, 3, 28)]  # fmt: skip
+# gate/up: (BN, BX, row blocks, column blocks, warps, stages)
+W13_DECODE = [
+    (8, 0, 4, 8, 4, 3), (8, 0, 4, 4, 4, 4), (8, 0, 8, 4, 4, 3), (8, 0, 8, 4, 4, 2), (8, 0, 8, 2, 4, 4), (8, 0, 2, 8, 2, 3),
+    (16, 0, 8, 4, 4, 3), (16, 0, 8, 2, 4, 4),
+]  # fmt: skip
+W13_PREFILL = [
+    (32, 0, 8, 2, 4, 3), (32, 0, 8, 2, 4, 4), (32, 0, 8, 4, 4, 3), (32, 32, 8, 2, 4, 3), (64, 32, 8, 1, 4, 4),
+    (64, 32, 8, 2, 4, 3), (64, 32, 8, 1, 8, 4), (64, 32, 8, 2, 8, 3), (64, 32, 8, 4, 4, 2), (128, 64, 8, 1, 8, 4),
+    (128, 0, 8, 1, 8, 4), (128, 0, 8, 2, 8, 3), (128, 64, 8, 4, 8, 2),
+]  # fmt: skip
+# narrow down product: (BN, BX, row blocks, warps, stages, row tiles a program)
+W2_DECODE = [
+    (8, 0, 4, 4, 3, 2), (8, 0, 4, 4, 3, 7), (8, 0, 4, 4, 3, 14), (8, 0, 4, 4, 4, 7), (8, 0, 8, 4, 3, 7), (8, 0, 8, 4, 2, 7),
+    (16, 0, 4, 4, 3, 7), (16, 0, 8, 4, 3, 7),
+]  # fmt: skip
+W2_PREFILL_NARROW = [
+    (32, 0, 4, 4, 4, 28), (32, 0, 4, 4, 3, 28), (32, 0, 8, 4, 3, 14), (64, 0, 4, 4, 3, 56), (64, 32, 4, 4, 3, 56), (64, 0, 8, 4, 2, 28),
+    (64, 32, 8, 8, 3, 28), (64, 32, 4, 4, 2, 56),
+]  # fmt: skip
+# wide down product, as gate/up
+W2_WIDE_DECODE = [(8, 0, 4, 4, 4, 4), (8, 0, 8, 4, 4, 3), (16, 0, 8, 2, 4, 4)]
 W2_PREFILL_WIDE = [
-    (64, 8, 1, 4, 3),
-    (64, 8, 1, 8, 3),
-    (128, 8, 1, 8, 3),
-    (128, 8, 1, 8, 4),
-    (128, 8, 1, 4, 3),
-    (256, 8, 1, 8, 3),
-]
-W2_EP_DECODE = [(8, 4, 4, 4, 4), (16, 4, 4, 4, 4), (16, 4, 4, 4, 5), (16, 8, 4, 4, 3), (16, 4, 2, 4, 6)]
+    (32, 0, 8, 2, 4, 3), (64, 32, 8, 1, 4, 3), (64, 32, 8, 2, 4, 3), (64, 32, 8, 2, 8, 3), (128, 0, 8, 1, 8, 4), (128, 64, 8, 1, 8, 4),
+]  # fmt: skip
 
 
 def plan13(v: tuple[int, ...]) -> Plan:
-    bn, mt, kt, warps, stages = v
-    return Plan(bn, mt, kt, warps, stages, 4, 4, 4, 3, 14, 1024, False)
+    bn, bx, mt, kt, warps, stages = v
+    return Plan(bn, mt, kt, warps, stages, 4, 4, 4, 3, 14, 1024, False, bx)
 
 
 def plan2(v: tuple[int, ...], narrow: bool) -> Plan:
-    bn, mt, a, b, c = v
     if narrow:
-        return Plan(bn, 4, 4, 4, 4, mt, 4, a, b, c, 1024, False)
-    return Plan(bn, 4, 4, 4, 4, mt, a, b, c, 14, 1024, False)
+        bn, bx, mt, warps, stages, rows = v
+        return Plan(bn, 4, 4, 4, 4, mt, 4, warps, stages, rows, 1024, False, bx)
+    bn, bx, mt, kt, warps, stages = v
+    return Plan(bn, 4, 4, 4, 4, mt, kt, warps, stages, 0, 1024, False, bx)
 
 
 class Bench:
@@ -85,12 +87,12 @@ class Bench:
         plan, act = plan13(v), (1, case.BETA, case.LINEAR_BETA)
         return [
             lambda w=w, i=i, lst=lst: ours.run_w13(i["latent"], w, lst, case.TOP_K, act, plan)
-            for w, i, lst in zip(self.sets, self.inputs, self.list(plan.block_n), strict=True)
+            for w, i, lst in zip(self.sets, self.inputs, self.list(plan.item_n), strict=True)
         ]
 
     def w2(self, v: tuple[int, ...], narrow: bool) -> list[Any]:
         plan = plan2(v, narrow)
-        lists = self.list(plan.block_n)
+        lists = self.list(plan.item_n)
         ys = [
             torch.randn(lst.sorted.numel(), w.padded_width, device="cuda").bfloat16()
             for w, lst in zip(self.sets, lists, strict=True)
@@ -102,22 +104,29 @@ class Bench:
 
 
 def variants(shape: case.Shape, tokens: int) -> tuple[list[Any], list[tuple[Any, bool]]]:
+    """(gate/up tiles, (down tiles, narrow kernel)) to try for a row."""
     narrow = shape.width <= 768
     if tokens <= 128:
-        return W13_DECODE, [(v, True) for v in W2_DECODE] if narrow else [(v, False) for v in W2_EP_DECODE]
-    wide = [(v, False) for v in W2_PREFILL_WIDE]
+        return W13_DECODE, [(v, True) for v in W2_DECODE] if narrow else [(v, False) for v in W2_WIDE_DECODE]
     if tokens <= 1024:
-        return W13_PREFILL[:11], ([(v, True) for v in W2_PREFILL_NARROW[:7]] if narrow else []) + wide[:4]
-    return W13_PREFILL[3:], ([(v, True) for v in W2_PREFILL_NARROW[3:]] if narrow else []) + wide
+        return W13_PREFILL[:5], ([(v, True) for v in W2_PREFILL_NARROW[:4]] if narrow else []) + [
+            (v, False) for v in W2_PREFILL_WIDE[:2]
+        ]
+    return W13_PREFILL[4:], ([(v, True) for v in W2_PREFILL_NARROW[3:]] if narrow else []) + [
+        (v, False) for v in W2_PREFILL_WIDE[1:]
+    ]
+
+
+ONLY: list[str] = []
 
 
 def cases(phases: list[str]) -> list[tuple[case.Shape, int]]:
+    """Rows of the phases; ``--only tp8.32,...`` narrows them."""
     out = []
     for shape in (case.TP8, case.TP16, case.EP16):
-        if "decode" in phases:
-            out += [(shape, t) for t in (1, 8, 32, 128)]
-        if "prefill" in phases:
-            out += [(shape, t) for t in (1024, 8192)]
+        for phase, tokens in (("decode", (1, 8, 32, 128)), ("prefill", (1024, 8192))):
+            if phase in phases:
+                out += [(shape, t) for t in tokens if not ONLY or f"{shape.name}.{t}" in ONLY]
     return out
 
 
@@ -183,14 +192,18 @@ def main() -> None:
     parser.add_argument("--phase", default="decode,prefill")
     parser.add_argument("--worker", type=int, nargs=2)
     parser.add_argument("--budget", type=float, default=400.0)
+    parser.add_argument("--only", default="")
     a = parser.parse_args()
+    ONLY.extend(k for k in a.only.split(",") if k)
     phases = a.phase.split(",")
     if a.worker:
         compile_worker(*a.worker, phases)
         return
     start = time.time()
     workers = [
-        subprocess.Popen([sys.executable, __file__, str(a.out), "--phase", a.phase, "--worker", str(i), "14"])
+        subprocess.Popen(
+            [sys.executable, __file__, str(a.out), "--phase", a.phase, "--only", a.only, "--worker", str(i), "14"]
+        )
         for i in range(14)
     ]
     bw, rate = harness.copy_bandwidth(), harness.matrix_rate()
@@ -252,7 +265,7 @@ def main() -> None:
                 parts[f"combine{block}"] = [
                     lambda r=r, k=block: combine(d, *r, shape.local, b.emap, out, k) for r in b.routing
                 ]
-            for pdl in (False, True) if tokens <= 128 else (False,):
+            for pdl in ():
                 base = ours._plan(tokens, case.TOP_K, case.EXPERTS, sets[0])
                 plan = Plan(**{**base.__dict__, "pdl": pdl})
                 parts[f"all_pdl{int(pdl)}"] = [

@@ -36,6 +36,8 @@ def compile_kernel(
             signature[name] = "constexpr"
             continue
         kind = (types or {}).get(name) or TYPES.get(name) or ("*i32" if name.endswith("_ptr") else "i32")
+        if name == "w_ptr" and fn.fn.__module__.endswith("experts_gemm"):
+            kind = "*i16"
         signature[name] = kind
         if kind.startswith("*") or name.startswith("stride") or name in DIVISIBLE:
             attrs[(i,)] = [["tt.divisibility", 16]]
@@ -71,16 +73,16 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
     out: list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]] = []
     for i, p in enumerate(tuning.plans()):
         common = {"BN": p.block_n, "WIDE": False, "PDL": p.pdl, "INTERPRET": False}
-        out.append((f"w13 plan{i}", experts_gemm.w13_kernel, {**common, "MT": p.mt13, "KT": p.kt13, "ACT": 1},
+        out.append((f"w13 plan{i}", experts_gemm.w13_kernel, {**common, "MT": p.mt13, "KT": p.kt13, "BX": p.extra_n, "ACT": 1},
                     p.warps13, p.stages13, {}))  # fmt: skip
-        if p.block_n <= 64:
+        if p.rows2 > 0:
             for width, k1, k2 in ((192, 2, 1), (384, 4, 2)):
                 out.append((f"w2 {width} plan{i}", experts_gemm.w2_kernel,
-                            {**common, "MT": p.mt2, "K1": k1, "K2": k2, "HAS2": True, "STAGES": p.stages2},
+                            {**common, "MT": p.mt2, "K1": k1, "K2": k2, "HAS2": True, "BX": p.extra_n, "STAGES": p.stages2},
                             p.warps2, p.stages2, {}))  # fmt: skip
-        out.append((f"w2 wide plan{i}", experts_gemm.w2_wide_kernel, {**common, "MT": p.mt2, "KT": p.kt2},
+        out.append((f"w2 wide plan{i}", experts_gemm.w2_wide_kernel, {**common, "MT": p.mt2, "KT": p.kt2, "BX": p.extra_n},
                     p.warps2, p.stages2, {}))  # fmt: skip
-    wide = {"BN": 16, "WIDE": True, "PDL": False, "INTERPRET": False, "MT": 4, "KT": 4, "ACT": 1}
+    wide = {"BN": 16, "WIDE": True, "PDL": False, "INTERPRET": False, "MT": 4, "KT": 4, "BX": 0, "ACT": 1}
     out.append(("w13 wide scales", experts_gemm.w13_kernel, wide, 4, 4, {}))
     for tokens in (16, 128):
         out.append((f"logits {tokens}", router.logits_kernel,
@@ -90,7 +92,7 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
         out.append((f"route {mode}", router.route_kernel,
                     {"EB": 1024, "TK": 16, "SPLITS": 14 if mode == 2 else 1, "HAS_BIAS": True, "RENORM": True, "LIST": mode,
                      "LB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": False, "CHUNK": 512, "PDL": mode == 2},
-                    4 if mode == 2 else 1, 3, {}))  # fmt: skip
+                    8 if mode == 2 else 1, 3, {}))  # fmt: skip
     out.append(("list small", moe_worklist.small_kernel,
                 {"TK": 16, "EB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": True, "CHUNK": 1024, "PDL": False}, 8, 3, {}))  # fmt: skip
     out.append(("mark", moe_worklist.mark_kernel, {"TK": 16, "EB": 1024, "HAS_MAP": False, "ROWS": 16}, 4, 3, {}))

@@ -83,14 +83,15 @@ def run_w13(
     """Gate/up product and activation: [pairs, padded width] bf16 in sorted order (rows past the last pair unwritten)."""
     pairs = lst.sorted.numel()
     y = torch.empty(pairs, weights.padded_width, dtype=_between(x.dtype), device=x.device)
-    mb, kb = weights.w13.shape[1:3]
+    mb, kb = weights.w13.shape[1] * 4, weights.w13.shape[2]
     mt, kt = _largest_divisor(mb, plan.mt13), _largest_divisor(kb, plan.kt13)
+    scales = weights.s13.view(torch.int32)
     pdl = plan.pdl and not interpreting()
     options = {"launch_pdl": True} if pdl else {}
     w13_kernel[(lst.max_items * (mb // mt),)](
-        x, weights.w13, weights.s13, y, lst.sorted, lst.work, lst.number, act[1], act[2],
-        x.stride(0), weights.w13.stride(0), weights.s13.stride(0), y.stride(0), top_k, mb, kb,
-        MT=mt, KT=kt, BN=lst.block_n, ACT=act[0], WIDE=weights.wide_scales, PDL=pdl, INTERPRET=interpreting(),
+        x, weights.w13, scales, y, lst.sorted, lst.work, lst.number, act[1], act[2],
+        x.stride(0), weights.w13.stride(0), scales.stride(0), y.stride(0), top_k, mb, kb,
+        MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, ACT=act[0], WIDE=weights.wide_scales, PDL=pdl, INTERPRET=interpreting(),
         num_warps=plan.warps13, num_stages=plan.stages13, **options,
     )  # fmt: skip
     return y
@@ -100,27 +101,28 @@ def run_w2(y: torch.Tensor, weights: SwizzledExperts, lst: Worklist, plan: Plan)
     """Down product: [pairs, L] bf16 in pair order (rows of experts that are elsewhere unwritten)."""
     pairs, latent = lst.sorted.numel(), weights.latent
     d = torch.empty(pairs, latent, dtype=y.dtype, device=y.device)
-    mb, kb = weights.w2.shape[1:3]
+    mb, kb = weights.w2.shape[1] * 4, weights.w2.shape[2]
     mt = _largest_divisor(mb, plan.mt2)
     pdl = plan.pdl and not interpreting()
     options = {"launch_pdl": True} if pdl else {}
-    common = (y, weights.w2, weights.s2, d, lst.sorted, lst.work, lst.number)
-    strides = (y.stride(0), weights.w2.stride(0), weights.s2.stride(0), d.stride(0))
+    scales = weights.s2.view(torch.int32)
+    common = (y, weights.w2, scales, d, lst.sorted, lst.work, lst.number)
+    strides = (y.stride(0), weights.w2.stride(0), scales.stride(0), d.stride(0))
     high = 1 << (kb.bit_length() - 1)
     rest = kb - high
-    if kb <= NARROW_BLOCKS and rest & (rest - 1) == 0 and lst.block_n <= 64:
+    if kb <= NARROW_BLOCKS and rest & (rest - 1) == 0 and plan.rows2 > 0:
         per_group = max(1, plan.rows2 * plan.mt2 // mt)
         groups = triton.cdiv(mb // mt, per_group)
         w2_kernel[(lst.max_items * groups,)](
             *common, *strides, groups, per_group, mb, latent,
-            K1=high, K2=max(rest, 1), HAS2=rest > 0, MT=mt, BN=lst.block_n, WIDE=weights.wide_scales, PDL=pdl,
+            K1=high, K2=max(rest, 1), HAS2=rest > 0, MT=mt, BN=plan.block_n, BX=plan.extra_n, WIDE=weights.wide_scales, PDL=pdl,
             STAGES=plan.stages2, INTERPRET=interpreting(), num_warps=plan.warps2, num_stages=plan.stages2, **options,
         )  # fmt: skip
         return d
     kt = _largest_divisor(kb, plan.kt2)
     w2_wide_kernel[(lst.max_items * (mb // mt),)](
         *common, *strides, mb, kb, latent,
-        MT=mt, KT=kt, BN=lst.block_n, WIDE=weights.wide_scales, PDL=pdl, INTERPRET=interpreting(),
+        MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, WIDE=weights.wide_scales, PDL=pdl, INTERPRET=interpreting(),
         num_warps=plan.warps2, num_stages=plan.stages2, **options,
     )  # fmt: skip
     return d
@@ -165,7 +167,7 @@ def experts(
         return out
     total = weights.num_experts if expert_map is None else expert_map.numel()
     plan = plan or _plan(tokens, top_k, total, weights)
-    lst = moe_worklist.build(topk_ids, weights.num_experts, plan.block_n, expert_map, plan.pdl)
+    lst = moe_worklist.build(topk_ids, weights.num_experts, plan.item_n, expert_map, plan.pdl)
     return _products(x, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out)
 
 
@@ -214,7 +216,7 @@ def moe_forward(
     act = activation_code(hidden_act, situ_beta, situ_linear_beta)
     plan = plan or _plan(tokens, top_k, router_weight.shape[0], weights)
     topk_weights, topk_ids, lst = router.route_and_list(
-        hidden, router_weight, router_bias, top_k, weights.num_experts, plan.block_n, renormalize=renormalize,
+        hidden, router_weight, router_bias, top_k, weights.num_experts, plan.item_n, renormalize=renormalize,
         factor=routed_scaling_factor, expert_map=expert_map, pdl=plan.pdl,
     )  # fmt: skip
     _check(latent, weights, topk_ids)

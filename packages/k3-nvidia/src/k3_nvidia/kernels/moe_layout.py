@@ -6,18 +6,21 @@ Source layout (compressed-tensors ``mxfp4-pack-quantized``): ``weight_packed[o, 
 Kernel layout. The weight is the left operand of a tensor-core product whose fragment of 16 rows x 16 columns gives lane
 ``4 g + t`` rows g and g+8 and columns 2t, 2t+1, 2t+8, 2t+9. A **block** is 16 rows x 64 columns = 512 bytes = 32 lanes x 4
 words, so that one 16-byte load of a lane is exactly its operand registers of four fragments and nothing is exchanged between
-lanes. Word q of lane (g, t) of block (mt, kb) holds, in its half h (bits 16h..16h+15), the codes of
+lanes. Word 2u + r of lane (g, t) of block (mt, kb) holds, in its half h (bits 16h..16h+15), the codes of
 
-    row mt*16 + 8*r + g,  column kb*64 + 32*c + 8*q + 2*t + h       r = 0, 1; c = 0, 1
+    row mt*16 + 8*r + g,  column kb*64 + 16*p + 8*u + 2*t + h       r, u, h = 0, 1
 
-at position p = r + 2c. The positions are chosen so that an and (after a shift) leaves a bf16 subnormal whose value is the
+at position p = 0..3. The positions are chosen so that an and (after a shift) leaves a bf16 subnormal whose value is the
 code's value times 2^-126: sign at bit 15, the three code bits at bits 8..6.
 
     p = 0: sign 15, code 8..6      p = 1: sign 12, code 5..3 (shift left 3)      p = 2: sign 9, code 2..0 (shift left 6)
     p = 3: sign 14 (left 1), exponent bits 11, 10 (right 3), mantissa bit 13 (right 7)
 
-One product with 2^126 * 2^(scale-127) in bf16 then gives the exact weight. The scale word of (mt, kb, g) has the scale bytes of
-the four (r, c) pairs at byte p.
+Blocks lie in memory as [row blocks / 4][column blocks][4], so that a tile of 64 rows streams one contiguous run. Storage is
+int16 (half words): the compiler then sees four 16-column operands instead of an interleave. The scale halves of a block are
+[g][r], the scale byte of columns 0..31 in the low byte and of 32..63 in the high byte.
+
+One product with 2^126 * 2^(scale-127) in bf16 then gives the exact weight.
 
 Rows: in ``w13`` the row pairs (r = 0, 1) are gate and up of the same channel, so the SiTU epilogue finds both in one thread; in
 ``w2`` they are the plain rows g and g + 8. Rows are padded to a multiple of ``ROW_UNIT`` and columns to 64 with code 0 and scale
@@ -71,50 +74,45 @@ def swizzle_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Re-arrange row pairs into the kernel layout.
 
-    ``low``/``high``: uint8 [..., M, K/2], the packed rows with r = 0 and r = 1 (M a multiple of 8, K of 64);
-    ``low_scale``/``high_scale``: uint8 [..., M, K/32]. Returns words int32 [..., M/8, K/64, 128] and scale words int32
-    [..., M/8, K/64, 8]. Pure; works on any device.
+    ``low``/``high``: uint8 [..., M, K/2], the packed rows with r = 0 and r = 1 (M a multiple of 32, K of 64);
+    ``low_scale``/``high_scale``: uint8 [..., M, K/32]. Returns codes int16 [..., M/32, K/64, 4, 256] and scales int16
+    [..., M/32, K/64, 4, 16]. Pure; works on any device.
     """
     lead, (rows, half_k) = low.shape[:-2], low.shape[-2:]
-    if rows % 8 or half_k % 32:
-        raise ValueError(
-            f"swizzle_rows: {rows} rows x {2 * half_k} columns; need a multiple of 8 rows and of 64 columns"
-        )
-    mt, kb = rows // 8, half_k // 32
+    if rows % 32 or half_k % 32:
+        raise ValueError(f"swizzle_rows: {rows} rows x {2 * half_k} columns; need multiples of 32 and 64")
+    mt, kb, n = rows // 8, half_k // 32, len(lead)
     lut = _luts(low.device)
-    words = None
-    for r, source in enumerate((low, high)):
-        # byte kb*32 + 16 c + 4 q + t of row mt*8 + g
-        view = source.reshape(*lead, mt, 8, kb, 2, 4, 4)
-        for c in range(2):
-            part = lut[r + 2 * c][view[..., c, :, :].to(torch.int64)]  # [..., mt, g, kb, q, t]
-            words = part if words is None else words.bitwise_or_(part)
-    assert words is not None
-    n = len(lead)
-    order = [*range(n), n, n + 2, n + 1, n + 4, n + 3]  # mt, kb, g, t, q
-    words = words.permute(order).reshape(*lead, mt, kb, 128).contiguous()
-    pairs = torch.stack((low_scale.reshape(*lead, mt, 8, kb, 2), high_scale.reshape(*lead, mt, 8, kb, 2)), dim=-1)
-    scales = pairs.transpose(-4, -3).reshape(*lead, mt, kb, 8, 4).contiguous()  # bytes p = r + 2c
-    return words, scales.view(torch.int32).reshape(*lead, mt, kb, 8)
+    sides = []
+    for source in (low, high):
+        view = source.reshape(*lead, mt, 8, kb, 4, 2, 4)  # g, kb, p, u, t
+        words = lut[0][view[..., 0, :, :].to(torch.int64)]
+        for p in range(1, 4):
+            words |= lut[p][view[..., p, :, :].to(torch.int64)]
+        sides.append(words)
+    words = torch.stack(sides, dim=-1)  # mt, g, kb, u, t, r
+    words = words.permute([*range(n), n, n + 2, n + 1, n + 4, n + 3, n + 5])  # mt, kb, g, t, u, r
+    words = words.reshape(*lead, mt // 4, 4, kb, 128).transpose(-3, -2).contiguous()
+    pairs = torch.stack((low_scale.reshape(*lead, mt, 8, kb, 2), high_scale.reshape(*lead, mt, 8, kb, 2)), dim=-2)
+    scales = pairs.transpose(-4, -3).reshape(*lead, mt // 4, 4, kb, 32)  # g, r, c
+    return words.view(torch.int16), scales.transpose(-3, -2).contiguous().view(torch.int16)
 
 
 def unswizzle_rows(
     words: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Inverse of ``swizzle_rows``: (low, high, low_scale, high_scale)."""
-    lead, (mt, kb) = words.shape[:-3], words.shape[-3:-1]
-    view = words.reshape(*lead, mt, kb, 8, 4, 4).to(torch.int64) & 0xFFFFFFFF  # g, t, q
-    n = len(lead)
-    view = view.permute([*range(n), n, n + 2, n + 1, n + 4, n + 3])  # mt, g, kb, q, t
+    lead, (mt4, kb) = words.shape[:-4], words.shape[-4:-2]
+    mt, n = 4 * mt4, len(lead)
+    words, scales = (t.transpose(-3, -2).reshape(*lead, mt, kb, t.shape[-1]) for t in (words, scales))
+    view = words.reshape(*lead, mt, kb, 8, 4, 2, 2, 2).to(torch.int32) & 0xFFFF  # g, t, u, r, h
+    view = view.permute([*range(n), n, n + 2, n + 1, n + 4, n + 3, n + 5, n + 6])  # mt, g, kb, u, t, r, h
     sides = []
     for r in range(2):
-        halves = []
-        for c in range(2):
-            p = r + 2 * c
-            halves.append(_extract(view & 0xFFFF, p) | (_extract(view >> 16, p) << 4))
-        sides.append(torch.stack(halves, dim=-3).to(torch.uint8).reshape(*lead, mt * 8, kb * 32))
-    bytes_ = scales.contiguous().view(torch.uint8).reshape(*lead, mt, kb, 8, 2, 2).transpose(-4, -3)  # mt, g, kb, c, r
-    low_scale, high_scale = (bytes_[..., r].reshape(*lead, mt * 8, kb * 2) for r in range(2))
+        parts = [_extract(view[..., r, 0], p) | (_extract(view[..., r, 1], p) << 4) for p in range(4)]
+        sides.append(torch.stack(parts, dim=-3).to(torch.uint8).reshape(*lead, mt * 8, kb * 32))
+    bytes_ = scales.contiguous().view(torch.uint8).reshape(*lead, mt, kb, 8, 2, 2).transpose(-4, -3)  # mt, g, kb, r, c
+    low_scale, high_scale = (bytes_[..., r, :].reshape(*lead, mt * 8, kb * 2) for r in range(2))
     return sides[0], sides[1], low_scale, high_scale
 
 
@@ -122,8 +120,8 @@ def unswizzle_rows(
 class SwizzledExperts:
     """The routed experts of one layer and rank in kernel layout.
 
-    ``w13`` int32 [E, ceil(I/8) padded, L/64, 128] and ``s13`` int32 [..., 8]: gate and up interleaved by 8 rows;
-    ``w2`` int32 [E, L/16, I_pad/64, 128] and ``s2``. ``width`` is the unpadded expert width I of this rank, ``latent`` L.
+    ``w13`` int16 [E, I_pad/32, L/64, 4, 256] and ``s13`` int16 [..., 16]: gate and up interleaved by 8 rows;
+    ``w2`` int16 [E, L/64, I_pad/64, 4, 256] and ``s2``. ``width`` is the unpadded expert width I of this rank, ``latent`` L.
     ``wide_scales``: some scale byte exceeds 128, so the kernels must use the exact path with two products.
     """
 
@@ -174,10 +172,10 @@ def empty_swizzled(num_experts: int, width: int, latent: int, device: torch.devi
     kb13, kb2 = latent // BLOCK_COLS, padded // BLOCK_COLS
 
     def zeros(mt: int, kb: int, last: int) -> torch.Tensor:
-        return torch.zeros(num_experts, mt, kb, last, dtype=torch.int32, device=device)
+        return torch.zeros(num_experts, mt // 4, kb, 4, last, dtype=torch.int16, device=device)
 
     return SwizzledExperts(
-        zeros(mt13, kb13, 128), zeros(mt13, kb13, 8), zeros(mt2, kb2, 128), zeros(mt2, kb2, 8), width, latent
+        zeros(mt13, kb13, 256), zeros(mt13, kb13, 16), zeros(mt2, kb2, 256), zeros(mt2, kb2, 16), width, latent
     )
 
 
@@ -220,7 +218,7 @@ def pack_expert_(
     g, gs, u, us, d, ds = (t.to(device, non_blocking=True) for m in (gate, up, down) for t in m)
     g, u = _pad(g, padded, latent // 2), _pad(u, padded, latent // 2)
     gs, us = _pad(gs, padded, latent // 32), _pad(us, padded, latent // 32)
-    rows2 = dst.w2.shape[1] * BLOCK_ROWS
+    rows2 = dst.w2.shape[1] * ROW_UNIT
     d, ds = _pad(d, rows2, padded // 2), _pad(ds, rows2, padded // 32)
     _swizzle_into(dst.w13[index], dst.s13[index], *(_octets(t, 0, 1) for t in (g, u, gs, us)))
     _swizzle_into(dst.w2[index], dst.s2[index], *(_octets(t, r, 2) for t in (d, ds) for r in range(2)))

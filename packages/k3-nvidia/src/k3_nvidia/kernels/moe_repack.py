@@ -32,14 +32,14 @@ def repack_kernel(
     kb = tl.program_id(0) * KC + tl.arange(0, KC)[:, None]
     inside = kb < KB
     w = tl.arange(0, 128)[None, :]
-    q, t, g = w % 4, (w // 4) % 4, w // 16
-    source = e * stride_e + mt * stride_mt + g * stride_g + kb * 32 + 4 * q + t
+    r, u, t, g = w % 2, (w // 2) % 2, (w // 4) % 4, w // 16
+    source = e * stride_e + mt * stride_mt + g * stride_g + kb * 32 + 4 * u + t
     word = tl.zeros((KC, 128), tl.int32)
-    for c in tl.static_range(2):
-        a = tl.load(low_ptr + source + 16 * c, mask=inside, other=0).to(tl.int32)
-        b = tl.load(high_ptr + source + 16 * c, mask=inside, other=0).to(tl.int32)
-        word |= _place_byte(a, 2 * c) | _place_byte(b, 2 * c + 1)
-    block = (e * MT + mt) * KB + kb
+    for p in tl.static_range(4):
+        low = tl.load(low_ptr + source + 8 * p, mask=inside & (r == 0), other=0).to(tl.int32)
+        high = tl.load(high_ptr + source + 8 * p, mask=inside & (r == 1), other=0).to(tl.int32)
+        word |= _place_byte(low | high, p)
+    block = e * MT * KB + ((mt // 4) * KB + kb) * 4 + mt % 4
     tl.store(words_ptr + block * 128 + w, word, mask=inside)
     g8 = tl.arange(0, 8)[None, :]
     scale_source = e * stride_se + mt * stride_smt + g8 * stride_sg + kb * 2
@@ -47,7 +47,7 @@ def repack_kernel(
     for c in tl.static_range(2):
         a = tl.load(low_scale_ptr + scale_source + c, mask=inside, other=0).to(tl.int32)
         b = tl.load(high_scale_ptr + scale_source + c, mask=inside, other=0).to(tl.int32)
-        scale |= (a << (16 * c)) | (b << (16 * c + 8))
+        scale |= (a << (8 * c)) | (b << (8 * c + 16))
     tl.store(scales_ptr + block * 8 + g8, scale, mask=inside)
 
 
@@ -61,14 +61,15 @@ def repack(
 ) -> None:
     """``moe_layout.swizzle_rows`` into given storage.
 
-    ``words_out`` int32 [(E,) MT, KB, 128], ``scales_out`` int32 [(E,) MT, KB, 8], contiguous; sources uint8
+    ``words_out`` int16 [(E,) MT/4, KB, 4, 256], ``scales_out`` int16 [(E,) MT/4, KB, 4, 16], contiguous; sources uint8
     [(E,) MT, 8, KB*32] and [(E,) MT, 8, KB*2] of any strides with a contiguous last axis.
     """
-    if words_out.dim() == 3:
+    if words_out.dim() == 4:
         words_out, scales_out, low, high, low_scale, high_scale = (
             t.unsqueeze(0) for t in (words_out, scales_out, low, high, low_scale, high_scale)
         )
-    experts, mt, kb, _ = words_out.shape
+    experts, mt4, kb, _, _ = words_out.shape
+    mt = 4 * mt4
     if not (words_out.is_contiguous() and scales_out.is_contiguous()):
         raise ValueError("repack: the destination must be contiguous")
     if low.stride() != high.stride() or low_scale.stride() != high_scale.stride() or low.stride(-1) != 1:
@@ -78,7 +79,7 @@ def repack(
     chunk = 8
     grid = (triton.cdiv(kb, chunk), mt, experts)
     repack_kernel[grid](
-        low, high, low_scale, high_scale, words_out, scales_out, mt, kb,
+        low, high, low_scale, high_scale, words_out.view(torch.int32), scales_out.view(torch.int32), mt, kb,
         low.stride(0), low.stride(1), low.stride(2), low_scale.stride(0), low_scale.stride(1), low_scale.stride(2),
         KC=chunk, num_warps=4,
     )  # fmt: skip

@@ -92,19 +92,18 @@ def route_kernel(
     choice = score
     if HAS_BIAS:
         choice += tl.load(bias_ptr + expert, mask=there, other=0.0)
-    # an integer key in the order (value, lower id first): every key is distinct, NaN included
-    bits = (choice + 0.0).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    lowest: tl.constexpr = -0x7FFFFFFFFFFFFFFF
-    key = (bits.to(tl.int64) << 32) | (EB - 1 - expert).to(tl.int64)
-    key = tl.where(there, key, lowest)
+    # an integer key in the order of the values; NaN is a value like any other, so that ids stay distinct
+    key = (choice + 0.0).to(tl.int32, bitcast=True)
+    key = key ^ ((key >> 31) & 0x7FFFFFFF)
+    lowest: tl.constexpr = -0x7FFFFFFF - 1
+    key = tl.where(there, tl.maximum(key, lowest + 1), lowest)
     slot = tl.arange(0, TK)
     ids = tl.zeros((TK,), tl.int32)
     for i in range(0, top_k):
         best = tl.max(key, 0)
-        index = EB - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+        index = tl.min(tl.where(key == best, expert, EB), 0)  # ties go to the lower id
         ids = tl.where(slot == i, index, ids)
-        key = tl.where(key == best, lowest, key)
+        key = tl.where(expert == index, lowest, key)
     used = slot < top_k
     chosen = 1.0 / (1.0 + tl.exp(-_sum_splits(logits_ptr, row + ids, used, stride_split, SPLITS)))
     chosen = tl.where(used, chosen, 0.0)
@@ -211,7 +210,7 @@ def _launch_route(
         tokens, num_experts, num_local, top_k, logits.stride(1), logits.stride(0), factor,
         EB=max(16, triton.next_power_of_2(num_experts)), TK=tk, SPLITS=splits, HAS_BIAS=bias is not None, RENORM=renormalize,
         LIST=mode, LB=16 if lst is None else lst.offset.numel(), WORDS=words, BN=16 if lst is None else lst.block_n,
-        HAS_MAP=expert_map is not None, CHUNK=512, PDL=pdl, num_warps=4 if mode == 2 else 1, **options,
+        HAS_MAP=expert_map is not None, CHUNK=512, PDL=pdl, num_warps=8 if mode == 2 else 1, **options,
     )  # fmt: skip
     return weights, ids
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Plan:
-    """Tiles of one expert call. BN: tokens a tile; w13: row blocks (16 rows each), column blocks (64 each), warps, stages;
+    """Tiles of one expert call. block_n: tokens a tile, plus up to extra_n more in a second accumulator; w13: row blocks (16 rows each), column blocks (64 each), warps, stages;
     w2: row blocks, warps, stages and row tiles a program (narrow kernel) or column blocks (wide kernel)."""
 
     block_n: int
@@ -30,6 +30,12 @@ class Plan:
     rows2: int
     combine_block: int
     pdl: bool
+    extra_n: int = 0
+
+    @property
+    def item_n(self) -> int:
+        """Most tokens of one work item."""
+        return self.block_n + self.extra_n
 
 
 @dataclass(frozen=True)

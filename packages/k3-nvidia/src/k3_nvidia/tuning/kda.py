@@ -28,6 +28,15 @@ def launch(kernel: str) -> dict[str, Any]:
     return {k: v for k, v in table()[kernel].items() if v is not None}
 
 
+def step_launch(kernel: str, programs: int, dim: int) -> dict[str, Any]:
+    """Launch keywords of decode or verify for this many (row, head) pairs: the first entry whose limit is not passed."""
+    for entry in table()[kernel]:
+        if entry["up_to"] is None or programs <= entry["up_to"]:
+            options = {k: v for k, v in entry.items() if v is not None and k != "up_to"}
+            return options | {"BV": min(options["BV"], dim)}
+    raise ValueError(f"tuning of {kernel} has no open-ended entry")
+
+
 def segment_length(chunks: Sequence[int], heads: int, dim: int, multiprocessors: int | None = None) -> int:
     """Chunks a segment that the cost model likes best for sequences of these many chunks; 0 means uncut.
 

@@ -1,0 +1,270 @@
+"""Routed experts: router product, top-16, work list, expert products, SiTU, weighted sum; ours, the floors, and vLLM's.
+
+Rows ``<shape>.<tokens>`` for the ranks TP16 (width 192), TP8 (384) and EP16 (56 whole experts), decode 1..128 and prefill
+1024, 8192; ``<shape>.repack`` for loading. The rivals (Marlin, Humming) run where vLLM is importable, on the same weights and
+inputs, alternating with ours in one process. Decode is timed in CUDA graphs that rotate over weight sets larger than the L2
+(cold weights, no launch gaps), and eagerly with a flushed L2 beside it; prefill eagerly with a flushed L2.
+
+Every side is checked against float64 before it is timed; a red check suppresses its figure.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import experts_case as case
+import harness
+import rival_experts
+from k3_nvidia.kernels import experts as ours
+from k3_nvidia.kernels import moe_layout
+
+DECODE, PREFILL = (1, 8, 32, 128), (1024, 8192)
+
+
+def released_weights(shape: case.Shape, seed: int) -> dict[str, torch.Tensor]:
+    """Random experts in the released layout on the device."""
+    gen = torch.Generator(device="cuda").manual_seed(seed)
+
+    def draw(low: int, high: int, *size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cuda").random_(low, high, generator=gen)
+
+    e, w, latent = shape.local, shape.width, case.LATENT
+    return {
+        "w13": draw(0, 256, e, 2 * w, latent // 2),
+        "w13_scale": draw(118, 122, e, 2 * w, latent // 32),
+        "w2": draw(0, 256, e, latent, w // 2),
+        "w2_scale": draw(119, 123, e, latent, w // 32),
+    }
+
+
+def swizzle(shape: case.Shape, released: dict[str, torch.Tensor]) -> moe_layout.SwizzledExperts:
+    """Kernel layout of released weights, expert by expert as a loader would."""
+    width = shape.width
+    out = moe_layout.empty_swizzled(shape.local, width, case.LATENT, "cuda")
+    moe_layout.pack_expert_(
+        out,
+        slice(None),
+        (released["w13"][:, :width], released["w13_scale"][:, :width]),
+        (released["w13"][:, width:], released["w13_scale"][:, width:]),
+        (released["w2"], released["w2_scale"]),
+    )
+    return out
+
+
+class Side:
+    """One contender: a name, and for each weight set a function of no arguments."""
+
+    def __init__(self, name: str, calls: list[Any], note: str = "") -> None:
+        self.name, self.calls, self.note = name, calls, note
+
+
+class ShapeBench:
+    """Weight sets of a shape, built once; rivals hold one set (theirs is repacked from the same bytes)."""
+
+    def __init__(self, shape: case.Shape, sets: int) -> None:
+        self.shape = shape
+        self.emap = case.expert_map(shape)
+        self.released = released_weights(shape, 0)
+        self.sets = [swizzle(shape, self.released)] + [case.random_experts(shape, s) for s in range(1, sets)]
+        self.base = case.random_inputs(1, 0)
+        self.rivals: dict[str, Any] = {}
+        self.refused: dict[str, str] = {}
+        for name, why in rival_experts.available().items():
+            if why:
+                self.refused[name] = why
+                continue
+            start = time.time()
+            try:
+                self.rivals[name] = rival_experts.Rival(name, shape, self.released, self.base)
+                print(f"   rival {name} {shape.name} built in {time.time() - start:.1f} s", flush=True)
+            except Exception as err:
+                self.refused[name] = f"{type(err).__name__}: {str(err)[:400]}"
+                print(f"   rival {name} {shape.name}: {self.refused[name]}", flush=True)
+
+    def inputs(self, tokens: int) -> dict[str, torch.Tensor]:
+        """Fresh tokens for the router that the rivals hold too."""
+        drawn = case.random_inputs(tokens, 7)
+        return drawn | {"router": self.base["router"], "bias": self.base["bias"]}
+
+
+def _ours(bench: ShapeBench, inputs: dict[str, torch.Tensor], index: int) -> Any:
+    weights, emap = bench.sets[index], bench.emap
+    return lambda: ours.moe_forward(
+        inputs["hidden"],
+        inputs["latent"],
+        inputs["router"],
+        inputs["bias"],
+        weights,
+        case.TOP_K,
+        expert_map=emap,
+        **case.ACT,
+    )
+
+
+def measure(bench: ShapeBench, tokens: int, ceilings: dict[str, float]) -> dict[str, Any]:
+    """Check, then time every side of one row."""
+    shape, inputs = bench.shape, bench.inputs(tokens)
+    weights, ids, _ = case.reference_route(inputs)
+    local = ids if bench.emap is None else bench.emap[ids].long()
+    rows = case.sample_rows(tokens)
+    ref = case.reference_experts(inputs["latent"], weights, local, bench.sets[0], rows)
+    row: dict[str, Any] = {
+        "tokens": tokens,
+        "errors": {},
+        "refused": dict(bench.refused),
+        "kernels": {},
+        "graph_us": {},
+        "cold_us": {},
+    }
+    sides = []
+    ours_call = _ours(bench, inputs, 0)
+    row["errors"]["ours"] = case.check_experts(ours_call(), ref, rows, "ours")
+    first = ours_call()
+    harness.require(all(torch.equal(first, ours_call()) for _ in range(3)), "ours: repeated runs differ")
+    sides.append(Side("ours", [ours_call]))
+    for name, rival in bench.rivals.items():
+        call = rival.call(inputs)
+        try:
+            row["errors"][name] = case.check_experts(call(), ref, rows, name)
+            sides.append(Side(name, [call]))
+        except harness.CheckFailedError as err:
+            row["refused"][name] = str(err)
+        except Exception as err:
+            row["refused"][name] = f"{type(err).__name__}: {str(err)[:300]}"
+    touched = int((local.unique() >= 0).sum())
+    bytes_ = touched * shape.bytes_per_expert
+    pairs = int((local >= 0).sum())
+    flops = pairs * 6 * shape.width * case.LATENT
+    row |= {
+        "experts_touched": touched,
+        "weight_bytes": bytes_,
+        "weight_floor_us": bytes_ / ceilings["copy_bytes_per_s"] * 1e6,
+        "flop_floor_us": flops / ceilings["matrix_flops"] * 1e6,
+    }
+    graphs: list[Any] = []
+    for side in sides:
+        row["kernels"][side.name] = harness.kernel_names(side.calls[0])
+        graphs.append(side)
+    iters = 20 if tokens <= 1024 else 10
+    cold = harness.time_pair_cold([s.calls[0] for s in sides], iters)
+    row["cold_us"] = {s.name: t for s, t in zip(sides, cold, strict=True)}
+    if tokens <= 1024:
+        # weights out of the cache inside the graph too: a flush kernel before each call, its own time subtracted
+        flush = harness.flush_l2
+        flushed: list[Any] = [lambda c=s.calls[0]: (flush(), c()) for s in sides]
+        try:
+            times = harness.time_pair_graph([flush, *flushed], iters, repeat=2)
+            row["graph_us"] = {s.name: t - times[0] for s, t in zip(sides, times[1:], strict=True)}
+        except Exception as err:
+            row["graph_error"] = f"{type(err).__name__}: {str(err)[:300]}"
+            torch.cuda.synchronize()
+    best = row["graph_us"] or row["cold_us"]
+    rivals = {k: v for k, v in best.items() if k != "ours"}
+    if rivals:
+        row["ratio"] = best["ours"] / min(rivals.values())
+    weights_, local_ = case.reference_route(inputs)[:2]
+    act = (1, case.BETA, case.LINEAR_BETA)
+    plan = ours._plan(tokens, case.TOP_K, case.EXPERTS, bench.sets[0])
+    lists = ours.moe_worklist.build(local_.int(), shape.local, plan.item_n, bench.emap)
+    y = ours.run_w13(inputs["latent"], bench.sets[0], lists, case.TOP_K, act, plan)
+    products: list[Any] = [
+        lambda: ours.run_w13(inputs["latent"], bench.sets[0], lists, case.TOP_K, act, plan),
+        lambda: ours.run_w2(y, bench.sets[0], lists, plan),
+    ]
+    if tokens <= 1024:
+        times = harness.time_pair_graph([flush, *[lambda p=p: (flush(), p()) for p in products]], iters, repeat=2)
+        w13, w2 = times[1] - times[0], times[2] - times[0]
+    else:
+        w13, w2 = harness.time_pair_cold(products, iters)
+    row |= {
+        "w13_us": w13,
+        "w2_us": w2,
+        "products_over_weight_floor": (w13 + w2) / row["weight_floor_us"],
+        "plan": plan.__dict__,
+    }
+    del weights_
+    return row
+
+
+def measure_repack(shape: case.Shape) -> dict[str, Any]:
+    """Repack on the device against reading the same bytes from a file (page cache: the fastest a file can be)."""
+    released = released_weights(shape, 3)
+    out = swizzle(shape, released)
+    back = moe_layout.unpack_expert(out, shape.local - 1)
+    harness.require(torch.equal(back["down"][0], released["w2"][-1]), "repack does not invert")
+    width = shape.width
+    us = harness.time_cold(
+        lambda: moe_layout.pack_expert_(
+            out,
+            slice(None),
+            (released["w13"][:, :width], released["w13_scale"][:, :width]),
+            (released["w13"][:, width:], released["w13_scale"][:, width:]),
+            (released["w2"], released["w2_scale"]),
+        ),
+        5,
+    )
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / "k3_bench_read.bin"
+    data = torch.empty(1 << 30, dtype=torch.uint8).random_(0, 256)
+    path.write_bytes(data.numpy().tobytes())
+    start = time.perf_counter()
+    read = path.read_bytes()
+    seconds = time.perf_counter() - start
+    path.unlink()
+    per_byte = seconds / len(read)
+    return {
+        "repack_us": us,
+        "bytes": out.nbytes,
+        "read_us_same_bytes_page_cache": per_byte * out.nbytes * 1e6,
+        "repack_over_read": us / (per_byte * out.nbytes * 1e6),
+    }
+
+
+def run(out: Path, slices: list[str]) -> None:
+    """All rows whose key contains one of ``slices`` (all if empty); resumable."""
+    results = harness.Results(Path(out) / "experts.json")
+    ceilings = {"copy_bytes_per_s": harness.copy_bandwidth(), "matrix_flops": harness.matrix_rate()}
+    results.record |= ceilings
+    lines = []
+    for shape in case.SHAPES.values():
+        keys = [f"{shape.name}.{t}" for t in (*DECODE, *PREFILL)] + [f"{shape.name}.repack"]
+        wanted = [k for k in keys if k not in results.rows and (not slices or any(s in k for s in slices))]
+        if not wanted:
+            continue
+        bench = ShapeBench(shape, 1) if any(not k.endswith("repack") for k in wanted) else None
+        for key in wanted:
+            start = time.time()
+            if key.endswith("repack"):
+                row = results.row(key, lambda shape=shape: measure_repack(shape))
+            else:
+                tokens = int(key.split(".")[1])
+                row = results.row(key, lambda bench=bench, tokens=tokens: measure(bench, tokens, ceilings))
+            assert row is not None
+            if "error" in row:
+                print(f"{key}: {row['error'][:400]} {row.get('where', '')[-500:]}", flush=True)
+                continue
+            if key.endswith("repack"):
+                print(f"{key}: {row['repack_us'] / 1e3:.2f} ms, {row['repack_over_read']:.3f} of reading", flush=True)
+                continue
+            best = row["graph_us"] or row["cold_us"]
+            line = [
+                key,
+                *(best.get(n, float("nan")) for n in ("ours", "marlin", "humming")),
+                row.get("ratio", float("nan")),
+            ]
+            line += [row["w13_us"], row["w2_us"], row["weight_floor_us"], row["flop_floor_us"]]
+            lines.append(line)
+            print(
+                " ".join(f"{c:.2f}" if isinstance(c, float) else str(c) for c in line),
+                f"[{time.time() - start:.1f} s]",
+                flush=True,
+            )
+            for name, why in row["refused"].items():
+                print(f"   {name} refused: {why[:300]}", flush=True)
+        del bench
+        torch.cuda.empty_cache()
+    print(harness.table(lines, ["row", "ours", "marlin", "humming", "ratio", "w13", "w2", "byte floor", "flop floor"]))
