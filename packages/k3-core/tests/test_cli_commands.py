@@ -1,8 +1,20 @@
-"""The `k3` command: what it prints, and that a refusal is one line with exit status 1."""
+"""The `k3` command as a program: what it prints, `--json` everywhere, and refusals of one line with exit status 1."""
+
+from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from k3_core.cli import bench
+from k3_core.cli.app import app
+from k3_core.config import load_config
+from k3_core.errors import ConfigError, UnsupportedError
 
 
 def k3(*args: str) -> subprocess.CompletedProcess:
@@ -10,12 +22,16 @@ def k3(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
 
 
-def test_tiny_then_verify_then_damage(tmp_path):
+def invoke(*args: str) -> dict:
+    done = CliRunner().invoke(app, [*args, "--json"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+def test_tiny_then_verify_then_damage(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
-    assert k3("tiny", str(folder)).returncode == 0
-    done = k3("verify", str(folder), "--full", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["tensors_read"] > 100
+    assert invoke("tiny", str(folder), "--layers", "4")["layers"] == 4
+    assert invoke("verify", str(folder))["tensors"] > 100
     shard = sorted(folder.glob("*.safetensors"))[2]
     shard.write_bytes(shard.read_bytes()[:-1000])
     done = k3("verify", str(folder))
@@ -24,8 +40,94 @@ def test_tiny_then_verify_then_damage(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_env_names_versions():
-    done = k3("env")
-    assert done.returncode == 0
-    assert "contract version" in done.stdout
-    assert "torch " in done.stdout
+def test_help_names_every_command() -> None:
+    done = CliRunner().invoke(app, ["--help"])
+    for name in ("doctor", "plan", "verify", "tiny", "env", "bench"):
+        assert name in done.output
+
+
+@pytest.mark.parametrize(("rank", "heads", "width", "vocab"), [("tp16", 6, 192, 10240), ("tp8", 12, 384, 20480)])
+def test_like_rank_writes_the_shapes_of_one_rank(tmp_path: Path, rank: str, heads: int, width: int, vocab: int) -> None:
+    said = invoke("tiny", str(tmp_path), "--like-rank", rank)
+    assert not said["weights"]
+    assert not list(tmp_path.glob("*.safetensors"))
+    text = load_config(tmp_path).text
+    assert (text.num_attention_heads, text.linear_attn.num_heads, text.moe_intermediate_size) == (heads, heads, width)
+    assert (text.vocab_size, text.num_experts, text.hidden_size, text.num_hidden_layers) == (vocab, 896, 7168, 8)
+    assert [text.layer_kind(i) for i in range(8)] == ["kda"] * 3 + ["mla"] + ["kda"] * 3 + ["mla"]
+    assert (tmp_path / "preprocessor_config.json").is_file()
+
+
+def test_like_rank_text_only(tmp_path: Path) -> None:
+    invoke("tiny", str(tmp_path), "--like-rank", "tp16", "--text-only", "--layers", "4")
+    config = load_config(tmp_path)
+    assert config.vision is None
+    assert config.architecture == "KimiLinearForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["--like-rank", "ep8"], "tp16"),
+        (["--like-rank", "tp5"], "num_attention_heads = 96"),
+        (["--preset", "huge"], "k3-13"),
+        (["--text-only"], "--like-rank"),
+    ],
+)
+def test_tiny_refuses_by_name(tmp_path: Path, args: list[str], word: str) -> None:
+    done = CliRunner().invoke(app, ["tiny", str(tmp_path / "x"), *args])
+    assert isinstance(done.exception, ConfigError)
+    assert word in str(done.exception)
+    assert not (tmp_path / "x").exists()
+
+
+def test_bench_ops_times_what_it_names(tmp_path: Path) -> None:
+    out, plot = tmp_path / "ops.json", tmp_path / "ops.svg"
+    report = invoke(
+        "bench", "ops", "--rows", "1,2", "--hidden", "64", "--seconds", "0.01", "--out", str(out), "--plot", str(plot)
+    )
+    assert {(row["operator"], row["tokens"]) for row in report["rows"]} == {
+        (name, count) for name in ("attn_res", "route", "situ") for count in (1, 2)
+    }
+    assert all(row["implementation"] == "contract" and row["median_us"] > 0 for row in report["rows"])
+    assert json.loads(out.read_text()) == report
+    assert plot.read_bytes().startswith(b"<?xml")
+
+
+def test_bench_serve_without_vllm_says_where_to_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bench.sys, "executable", "/nowhere/python")
+    done = CliRunner().invoke(app, ["bench", "serve"])
+    assert isinstance(done.exception, UnsupportedError)
+    assert "vllm bench serve" in str(done.exception)
+
+
+def test_bench_serve_keeps_vllms_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def run(command: list[str]) -> types.SimpleNamespace:
+        seen.append(command)
+        folder = Path(command[command.index("--result-dir") + 1])
+        (folder / "result.json").write_text(json.dumps({"completed": 4, "output_throughput": 12.5, "secret": 1}))
+        return types.SimpleNamespace(returncode=0, stdout="")
+
+    monkeypatch.setattr(bench, "_vllm", lambda: ["vllm"])
+    monkeypatch.setattr(bench, "_run", run)
+    report = invoke("bench", "serve", "--prompts", "4", "--out", str(tmp_path / "r.json"))
+    assert report["rows"] == [{"completed": 4, "output_throughput": 12.5}]
+    assert seen[0][:3] == ["vllm", "bench", "serve"]
+    assert seen[0][seen[0].index("--num-prompts") + 1] == "4"
+
+
+def test_bench_serve_shows_the_end_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = types.SimpleNamespace(returncode=1, stdout="a line\nConnectionRefusedError: no server")
+    monkeypatch.setattr(bench, "_vllm", lambda: ["vllm"])
+    monkeypatch.setattr(bench, "_run", lambda command: failed)
+    done = CliRunner().invoke(app, ["bench", "serve"])
+    assert "no server" in str(done.exception)
+
+
+def test_importing_the_command_does_not_import_vllm() -> None:
+    program = "import sys, k3_core.cli; print([m for m in ('vllm', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -44,13 +44,22 @@ def write_tiny(
     if not parsed.is_kimi_linear:
         length = parsed.text.linear_attn.num_heads + a_log_padding
         table |= {n: TensorSpec((length,), s.dtype) for n, s in table.items() if n.endswith(".A_log")}
-    write_tokenizer(folder, parsed)
-    write_json(folder / "config.json", parsed.to_dict())
-    write_json(folder / "generation_config.json", _generation_config(parsed))
-    if parsed.vision is not None:
-        write_json(folder / "preprocessor_config.json", _preprocessor_config(parsed))
+    write_side_files(folder, parsed)
     write_shards(folder, _random_shards(parsed, table, seed, long_memory))
     return folder
+
+
+def write_side_files(folder: Path, config: K3Config, *, tokenizer: bool = True) -> None:
+    """Write all but weights: config.json, generation_config.json, tokenizer and, with vision, the processor's file.
+
+    Raises ConfigError where the vocabulary does not fit the built-in tokenizer; ``tokenizer=False`` leaves it out.
+    """
+    if tokenizer:
+        write_tokenizer(folder, config)
+    write_json(folder / "config.json", config.to_dict())
+    write_json(folder / "generation_config.json", _generation_config(config))
+    if config.vision is not None:
+        write_json(folder / "preprocessor_config.json", _preprocessor_config(config))
 
 
 def write_shards(folder: Path, shards: Iterator[tuple[str, dict[str, Tensor]]]) -> Path:

@@ -1,0 +1,207 @@
+"""`k3 bench`: a running server through vLLM's own benchmark, and operators one by one on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from k3_core.cli import choices, output, probe
+from k3_core.errors import UnsupportedError
+
+bench = typer.Typer(no_args_is_help=True, help="Benchmarks: a running server, or operators on this machine.")
+
+_KEPT = (
+    "completed", "failed", "duration", "total_input_tokens", "total_output_tokens", "request_throughput",
+    "output_throughput", "total_token_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms",
+    "median_tpot_ms", "p99_tpot_ms", "mean_itl_ms", "p99_itl_ms",
+)  # fmt: skip
+
+
+@bench.command()
+def serve(
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Served model name; default: what the server says.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder with the tokenizer; default: the served model.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each reply; the end token is ignored.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    as_json: output.AsJson = False,
+) -> None:
+    """Measure a running server with `vllm bench serve`: throughput and latencies of random prompts."""
+    command = [
+        *_vllm(), "bench", "serve", "--backend", "openai", "--base-url", url, "--dataset-name", "random",
+        "--random-input-len", str(input_len), "--random-output-len", str(output_len), "--num-prompts", str(prompts),
+        "--max-concurrency", str(concurrency), "--seed", str(seed), "--ignore-eos",
+    ]  # fmt: skip
+    command += ["--model", model] if model else []
+    command += ["--tokenizer", tokenizer, "--tokenizer-mode", "kimi_k3"] if tokenizer else []
+    with tempfile.TemporaryDirectory() as folder:
+        command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
+        done = _run(command)
+        result = Path(folder) / "result.json"
+        if done.returncode or not result.is_file():
+            tail = "\n".join(done.stdout.splitlines()[-15:])
+            raise UnsupportedError(f"`vllm bench serve` failed ({done.returncode}); the end of its output:\n{tail}")
+        measured = json.loads(result.read_text())
+    report = _header("serving", "k3 bench serve") | {
+        "url": url, "settings": {"prompts": prompts, "concurrency": concurrency, "input_len": input_len,
+                                 "output_len": output_len, "seed": seed},
+        "rows": [{key: measured[key] for key in _KEPT if key in measured}],
+    }  # fmt: skip
+    _deliver(report, out, as_json)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _vllm() -> list[str]:
+    """vLLM's command line: beside this python, or on the path."""
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.is_file() else shutil.which("vllm")
+    if found is None:
+        raise UnsupportedError(
+            "k3 bench serve drives `vllm bench serve`, and no vllm command is here: run it where vLLM is installed "
+            "(the server may be elsewhere, see --url)"
+        )
+    return [found]
+
+
+@bench.command()
+def ops(
+    rows: Annotated[str, typer.Option(help="Comma-separated token counts.")] = "1,16,128",
+    only: Annotated[str | None, typer.Option(help="Comma-separated operators; default: attn_res, route, situ.")] = None,
+    hidden: Annotated[int, typer.Option(min=32, help="Hidden size (release: 7168).")] = 7168,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Time spent on each row.")] = 0.2,
+    implementation: Annotated[str, typer.Option(help="reference, nvidia, amd or ascend.")] = "reference",
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where to write a plot (SVG or PNG; needs matplotlib).")] = None,
+    as_json: output.AsJson = False,
+) -> None:
+    """Time row-wise operators on this machine's device; the vendor's own benchmarks go deeper.
+
+    Medians of repeated calls with warm caches, synchronised; each row names the implementation that ran.
+    """
+    published, _ = choices.registries()
+    if implementation not in published:
+        raise UnsupportedError(f"--implementation {implementation}: installed are {', '.join(published)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    wanted = only.split(",") if only else list(_CALLS)
+    unknown = [name for name in wanted if name not in _CALLS]
+    if unknown:
+        raise UnsupportedError(f"--only {','.join(unknown)}: this command times {', '.join(_CALLS)}")
+    measured = []
+    for name in wanted:
+        chosen = next(iter(published[implementation].implementations(name)), None)
+        if chosen is None:
+            raise UnsupportedError(f"{implementation} has no implementation of {name}")
+        for count in [int(text) for text in rows.split(",")]:
+            call = _CALLS[name](chosen, count, hidden, device, dtype)
+            micros, calls = _time(call, seconds, device)
+            measured.append({"operator": name, "implementation": chosen.name, "tokens": count, "dtype": str(dtype),
+                             "median_us": micros, "calls": calls})  # fmt: skip
+    report = _header("operators", "k3 bench ops") | {"rows": measured}
+    if plot is not None:
+        _plot(measured, plot)
+    _deliver(report, out, as_json)
+
+
+def _attn_res(op: Any, tokens: int, hidden: int, device: str, dtype: torch.dtype) -> Callable[[], Any]:
+    prefix, delta = torch.randn(2, tokens, hidden, device=device, dtype=dtype)
+    bank = torch.randn(tokens, 8, hidden, device=device, dtype=dtype)
+    weights = torch.randn(2, hidden, device=device, dtype=dtype)
+    return lambda: op(prefix, delta, bank, weights[0], weights[1], 1e-5, 4)
+
+
+def _route(op: Any, tokens: int, hidden: int, device: str, dtype: torch.dtype) -> Callable[[], Any]:
+    logits = torch.randn(tokens, 896, device=device)
+    bias = torch.zeros(896, device=device)
+    groups = dict(num_expert_group=1, topk_group=1)
+    return lambda: op(logits, bias, 16, renormalize=True, routed_scaling_factor=1.0, **groups)
+
+
+def _situ(op: Any, tokens: int, hidden: int, device: str, dtype: torch.dtype) -> Callable[[], Any]:
+    x = torch.randn(tokens, 2 * 3072, device=device, dtype=dtype)
+    return lambda: op(x, 4.0, 25.0)
+
+
+_CALLS: dict[str, Callable[..., Callable[[], Any]]] = {"attn_res": _attn_res, "route": _route, "situ": _situ}
+
+
+def _time(call: Callable[[], Any], seconds: float, device: str) -> tuple[float, int]:
+    """Median microseconds of one call, and how many calls were timed."""
+
+    def once() -> float:
+        started = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    once(), once()  # compile, allocate
+    times = [once()]
+    while sum(times) < seconds:
+        times.append(once())
+    return statistics.median(times) * 1e6, len(times)
+
+
+def _header(title: str, command: str) -> dict[str, Any]:
+    machine = probe.accelerators()
+    names = [d["name"] for d in machine["devices"]] or [f"CPU, {probe.system()['cores']} cores"]
+    return {
+        "title": title,
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "device": ", ".join(sorted(set(names))),
+        "versions": {k: v for k, v in probe.versions((*probe.WHEELS, *probe.LIBRARIES)).items() if v},
+    }
+
+
+def _deliver(report: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    if as_json:
+        output.emit(report)
+        return
+    rows = report["rows"]
+    headers = list(rows[0])
+    cells = [[f"{row[h]:.1f}" if isinstance(row[h], float) else row[h] for h in headers] for row in rows]
+    if len(rows) == 1:
+        output.table(report["title"], ("figure", "value"), zip(headers, cells[0], strict=True), right=("value",))
+    else:
+        output.table(report["title"], headers, cells, right=("tokens", "median_us", "calls"))
+    if out is not None:
+        output.say(f"wrote {out}")
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise UnsupportedError("--plot needs matplotlib; install it or leave --plot out") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    for name in dict.fromkeys(row["operator"] for row in rows):
+        mine = [row for row in rows if row["operator"] == name]
+        axes.plot([r["tokens"] for r in mine], [r["median_us"] for r in mine], marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="median time of a call, us")
+    axes.legend()
+    figure.savefig(path)
+    pyplot.close(figure)
