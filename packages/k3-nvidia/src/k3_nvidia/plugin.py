@@ -10,6 +10,11 @@ from k3_nvidia import __version__
 CONTRACTS = frozenset({1})
 #: Releases of vLLM whose interfaces this wheel uses.
 VLLM = ">=0.32,<0.34"
+#: Architecture -> what vLLM imports when such a model is loaded.
+MODELS = {
+    "KimiK3ForConditionalGeneration": "k3_nvidia.model:KimiK3ForConditionalGeneration",
+    "KimiLinearForCausalLM": "k3_nvidia.model:KimiLinearForCausalLM",
+}
 
 
 def register() -> None:
@@ -26,9 +31,10 @@ def register() -> None:
             name="k3-nvidia",
             version=__version__,
             vendor="nvidia",
-            models={},
+            models=MODELS,
             contracts=CONTRACTS,
             vllm=VLLM,
             transformers=versions.CORE_TRANSFORMERS,
+            config_hook="k3_nvidia.limits:NvidiaHook",
         )
     )

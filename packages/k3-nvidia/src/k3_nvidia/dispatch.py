@@ -1,0 +1,227 @@
+"""Which implementation of each operator runs here, and why: this wheel's registry.
+
+On a GPU every operator has a kernel of this wheel or a library's; there is no fall-back to the contracts, which would
+be right and thousands of times too slow. On a CPU (``K3_IMPL=nvidia`` in tests) the contracts stand in for the kernels
+and everything else is the real thing.
+
+Layers ask once, while they are built, with the sizes they will use; the answer with every refusal is logged once and
+printed by :func:`report`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from k3_core.operators import CallSpec, Choice, Implementation, Registry
+
+logger = logging.getLogger("vllm.plugins.k3")
+
+KERNEL = "triton"
+CONTRACT = "contract"
+LIBRARY = "vllm"
+
+_said: dict[str, str] = {}
+
+
+def contracts_only_on_cpu(spec: CallSpec) -> tuple[bool, str]:
+    """The contracts run where no kernel can: on a CPU."""
+    if spec.device == "cpu":
+        return True, f"{spec.operator}: contract arithmetic on a CPU"
+    return False, f"{spec.operator}: contract arithmetic is for CPUs; on {spec.device} a kernel must support the call"
+
+
+@functools.cache
+def registry() -> Registry:
+    """All implementations of this wheel. Kernels whose compiler is not installed are left out."""
+    from k3_core.operators import contract
+
+    result = Registry()
+    for implementation in _kernels():
+        result.register(implementation)
+    for name, implementation in contract.IMPLEMENTATIONS.items():
+        result.register(Implementation(name, CONTRACT, implementation.function, contracts_only_on_cpu, priority=-10))
+    return result
+
+
+@functools.cache
+def device() -> tuple[str, str]:
+    """(device type, architecture) of this process: ("cuda", "sm_90") or ("cpu", "")."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return "cpu", ""
+    capability = current_platform.get_device_capability()
+    return "cuda", "" if capability is None else f"sm_{capability.to_int()}"
+
+
+def choose(
+    name: str,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int],
+    options: Mapping[str, Any] | None = None,
+    want: str | None = None,
+) -> Implementation:
+    """The implementation of ``name`` for these sizes on this device.
+
+    sizes: symbols of the operator table to numbers. options: what else decides (state_dtype, hidden_act, ...).
+    Raises UnsupportedError that lists every candidate's refusal.
+    """
+    where, arch = device()
+    spec = CallSpec(name, where, dtype, arch, dict(sizes), dict(options or {}))
+    choice: Choice = registry().choose(spec, want)
+    line = choice.explain()
+    if _said.get(name) != line:
+        _said[name] = line
+        logger.info("Kimi K3: %s", line)
+    return choice.implementation
+
+
+def report() -> list[str]:
+    """What was chosen in this process so far, one line an operator."""
+    return [_said[name] for name in sorted(_said)]
+
+
+def warmup_profiles(config: Any, limits: Any) -> dict[str, list[Any]]:
+    """Every kernel variant that serving can meet, by ``operator/implementation``.
+
+    limits: an object with max_num_batched_tokens, max_num_seqs and num_spec.
+    """
+    profiles = {}
+    for name in _OPERATORS:
+        for implementation in registry().implementations(name):
+            if implementation.warmup_profiles is not None:
+                variants = implementation.warmup_profiles(config, limits)
+                profiles[f"{name}/{implementation.name}"] = list(variants)
+    return profiles
+
+
+_OPERATORS = (
+    "attn_res", "short_conv", "kda_prefill", "gated_norm", "kda_decode", "kda_verify", "route", "experts", "situ",
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ this wheel's
+
+
+def _kernels() -> Iterable[Implementation]:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        logger.info("Kimi K3: no Triton kernels (%s)", error)
+        return
+    from k3_nvidia.kernels import attn_res, experts, kda_prefill, kda_step, router, situ
+    from k3_nvidia.kernels import kda_prefill as prefill
+
+    def kernel(
+        name: str, module: Any, function: Callable[..., Any], supports: Callable[[CallSpec], tuple[bool, str]]
+    ) -> Implementation:
+        profiles = getattr(module, "warmup_profiles", None)
+        return Implementation(name, KERNEL, function, supports, priority=10, warmup_profiles=profiles)
+
+    yield kernel("attn_res", attn_res, attn_res.attn_res, _attn_res_supports)
+    yield kernel("short_conv", kda_prefill, prefill.short_conv, prefill.supports_short_conv)
+    yield kernel("kda_prefill", kda_prefill, prefill.kda_prefill, prefill.supports_prefill)
+    yield kernel("gated_norm", kda_prefill, prefill.gated_norm, prefill.supports_gated_norm)
+    for name in ("kda_decode", "kda_verify"):
+        yield kernel(name, kda_step, getattr(kda_step, name), _step_supports)
+    yield kernel("route", router, router.route, _route_supports)
+    yield kernel("situ", situ, situ.situ_and_mul, _situ_supports)
+    yield Implementation(
+        "experts",
+        KERNEL,
+        experts.experts,
+        _experts_supports,
+        priority=10,
+        prepare=experts.prepare,
+        warmup_profiles=experts.warmup_profiles,
+    )
+    yield Implementation("experts", LIBRARY, _library_experts, _library_experts_supports, priority=5)
+
+
+def _on_gpu(spec: CallSpec) -> tuple[bool, str]:
+    if spec.device == "cuda":
+        return True, f"{spec.operator}: Triton on {spec.arch or 'cuda'}"
+    return False, f"{spec.operator}: Triton kernels run on cuda tensors, not on {spec.device}"
+
+
+def _attn_res_supports(spec: CallSpec) -> tuple[bool, str]:
+    hidden = spec.sizes.get("H", 8)
+    if hidden % 8:
+        return False, f"attn_res: hidden size {hidden} is not a multiple of 8"
+    if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False, f"attn_res: dtype {spec.dtype} is not bfloat16, float16 or float32"
+    return _on_gpu(spec)
+
+
+def _step_supports(spec: CallSpec) -> tuple[bool, str]:
+    from k3_nvidia.kernels import kda_checks
+
+    return kda_checks.supports(spec, (torch.bfloat16, torch.float32))
+
+
+def _route_supports(spec: CallSpec) -> tuple[bool, str]:
+    from k3_nvidia.kernels import router
+
+    options = spec.options
+    ok, why = router.supports(
+        spec.sizes["A"], spec.sizes["X"], options.get("num_expert_group", 1), options.get("topk_group", 1)
+    )
+    return _on_gpu(spec) if ok else (ok, why)
+
+
+def _situ_supports(spec: CallSpec) -> tuple[bool, str]:
+    from k3_nvidia.kernels import situ
+
+    ok, why = situ.supports(spec.dtype)
+    return _on_gpu(spec) if ok else (ok, why)
+
+
+def _experts_supports(spec: CallSpec) -> tuple[bool, str]:
+    from k3_nvidia.kernels import experts
+
+    capability = int(spec.arch.removeprefix("sm_") or 90)
+    ok, why = experts.supports(
+        spec.sizes["I"], spec.sizes["L"], spec.dtype, capability, bool(spec.options.get("quantised"))
+    )
+    on_gpu, where = _on_gpu(spec)
+    return (ok, why) if on_gpu else (on_gpu, where)
+
+
+def _library_experts_supports(spec: CallSpec) -> tuple[bool, str]:
+    if spec.device != "cuda":
+        return False, f"experts: vLLM's fused experts run on cuda tensors, not on {spec.device}"
+    if spec.options.get("quantised"):
+        return False, "experts: vLLM's fused experts are used for plain weights only"
+    if spec.options.get("hidden_act") != "silu":
+        return False, f"experts: vLLM's fused experts compute silu, not {spec.options.get('hidden_act')}"
+    return True, "experts: vLLM's fused Triton experts for plain weights"
+
+
+def _library_experts(
+    x: torch.Tensor,
+    weights: Any,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    hidden_act: str,
+    situ_beta: float | None,
+    situ_linear_beta: float | None,
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Operator ``experts`` by vLLM's fused experts (plain weights, silu): Kimi-Linear."""
+    from vllm.model_executor.layers.fused_moe import fused_experts
+
+    if hidden_act != "silu":
+        raise ValueError(f"vLLM's fused experts compute silu, not {hidden_act}")
+    total = weights.w13.shape[0] if expert_map is None else expert_map.numel()
+    result: torch.Tensor = fused_experts(
+        x, weights.w13, weights.w2, topk_weights, topk_ids, global_num_experts=total, expert_map=expert_map
+    )
+    return result if out is None else out.copy_(result)

@@ -1,0 +1,184 @@
+"""How the partial results of the routed and the shared experts are summed over ranks: three forms, one table.
+
+With tensor or expert parallelism each rank has a partial latent r [T, L] of the routed experts and a partial s [T, H]
+of the shared ones. The latent norm is not linear, so r is summed before it:
+
+    (a) separate    R = sum r;  y = norm(R) W_up^T + sum s                two all-reduces, the second overlapped
+    (b) merged      [R | S] = sum [r | s];  y = norm(R) W_up^T + S        one all-reduce of L + H columns
+    (c) sharded     R = sum r;  y = sum (s + [0 | norm(R) W_up,rank^T | 0])   each rank up-projects H / ranks columns
+
+(a) and (b) hold W_up whole on every rank, (c) a slice. (c) adds its slice into the partial shared result in place. No
+rank ever adds an uninitialised or stale buffer: a fused reduction's residual operand must be zeros, and none is used.
+
+On one rank there is nothing to sum (form "none"). Small batches are bound by the launch of a collective, large ones by
+bytes and by the up-projection's arithmetic; no form was measured on several GPUs yet, the order below is by launches.
+Forms (a) and (c) are also in vLLM's own implementation of this model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import tensor_model_parallel_all_reduce
+
+from k3_core.errors import ConfigError
+
+#: Up to this many tokens (a) overlaps its second all-reduce on another stream; beyond, both are bound by bytes.
+OVERLAP_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides about a form; all known before weights load.
+
+    ranks: ranks that hold partial results. latent: whether experts work in a latent space (norm and up-projection).
+    shared: whether there are shared experts. scaling: routed_scaling_factor, already inside the routing weights.
+    sequence_parallel, micro_batches, sleep_mode: the engine's settings.
+    """
+
+    ranks: int
+    latent: bool
+    shared: bool
+    hidden: int
+    scaling: float = 1.0
+    sequence_parallel: bool = False
+    micro_batches: bool = False
+    sleep_mode: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to sum. conditions: facts -> None, or the reason why this form cannot be used."""
+
+    name: str
+    summary: str
+    refuse: Callable[[Facts], str | None]
+
+
+def _refuse_none(f: Facts) -> str | None:
+    return None if f.ranks == 1 else f"{f.ranks} ranks hold partial sums"
+
+
+def _refuse_separate(f: Facts) -> str | None:
+    return "one rank has nothing to sum" if f.ranks == 1 else None
+
+
+def _refuse_merged(f: Facts) -> str | None:
+    if f.ranks == 1:
+        return "one rank has nothing to sum"
+    if not f.shared:
+        return "without shared experts there is one partial sum only"
+    if f.sequence_parallel:
+        return "sequence parallelism scatters the shared result, the latent must be whole"
+    return None
+
+
+def _refuse_sharded(f: Facts) -> str | None:
+    if f.ranks == 1:
+        return "one rank has nothing to sum"
+    if not f.latent:
+        return "without a latent there is no up-projection to cut"
+    if not f.shared:
+        return "the slices are added into the unreduced shared result, and there are no shared experts"
+    if f.sequence_parallel:
+        return "sequence parallelism scatters the shared result before the slices could be added"
+    if f.micro_batches:
+        return "micro-batches would run two dependent all-reduces of different batches on one communicator"
+    if f.hidden % f.ranks:
+        return f"{f.ranks} ranks do not divide the hidden size {f.hidden}"
+    return None
+
+
+#: In order of preference. Scaling and sleep mode exclude none of them here: the factor is in the routing weights before
+#: any sum, and no form keeps a buffer between calls that sleeping could lose.
+FORMS = (
+    Form("none", "one rank: nothing to sum", _refuse_none),
+    Form("merged", "(b) one all-reduce of latent and shared partial results", _refuse_merged),
+    Form("sharded", "(c) two all-reduces, each rank up-projects a slice", _refuse_sharded),
+    Form("separate", "(a) two all-reduces, overlapped", _refuse_separate),
+)
+
+
+def table(facts: Facts) -> list[tuple[str, str, str | None]]:
+    """(name, summary, why it cannot be used or None) of every form."""
+    return [(form.name, form.summary, form.refuse(facts)) for form in FORMS]
+
+
+def choose(facts: Facts, want: str | None = None) -> str:
+    """The first form that can be used, or the wanted one. Raises ConfigError where that cannot be used."""
+    reasons = {name: why for name, _, why in table(facts)}
+    if want is None:
+        return next(name for name, why in reasons.items() if why is None)
+    if want not in reasons:
+        raise ConfigError(f"MoE reduction {want!r} is unknown; use one of {', '.join(reasons)}")
+    if reasons[want] is not None:
+        raise ConfigError(f"MoE reduction {want!r} cannot be used: {reasons[want]}")
+    return want
+
+
+@dataclass
+class Finish:
+    """norm and up-projection after the sum: r [T, L] -> [T, H], or a slice of it; identity without a latent."""
+
+    norm: Callable[[Tensor], Tensor] | None
+    up: Callable[[Tensor], Tensor] | None
+
+    def __call__(self, routed: Tensor) -> Tensor:
+        """Apply both."""
+        normed = routed if self.norm is None else self.norm(routed)
+        return normed if self.up is None else self.up(normed)
+
+
+def none(routed: Tensor, shared: Tensor | None, finish: Finish) -> Tensor:
+    """One rank."""
+    result = finish(routed)
+    return result if shared is None else result.add_(shared)
+
+
+def merged(routed: Tensor, shared: Tensor | None, finish: Finish) -> Tensor:
+    """(b)."""
+    assert shared is not None
+    both = tensor_model_parallel_all_reduce(torch.cat([routed, shared], dim=-1))
+    routed, shared = both.split([routed.shape[-1], shared.shape[-1]], dim=-1)
+    return finish(routed) + shared
+
+
+def separate(routed: Tensor, shared: Tensor | None, finish: Finish) -> Tensor:
+    """(a). The shared sum runs beside norm and up-projection on a GPU, for batches bound by launches."""
+    whole = tensor_model_parallel_all_reduce(routed)
+    if shared is None:
+        return finish(whole)
+    if not shared.is_cuda or shared.shape[0] > OVERLAP_TOKENS:
+        return finish(whole).add_(tensor_model_parallel_all_reduce(shared))
+    side, main = _side_stream(), torch.cuda.current_stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        finished = finish(whole)
+    summed = tensor_model_parallel_all_reduce(shared)
+    main.wait_stream(side)
+    finished.record_stream(main)
+    return finished.add_(summed)
+
+
+def sharded(routed: Tensor, shared: Tensor | None, finish: Finish, rank: int) -> Tensor:
+    """(c). ``finish`` gives this rank's columns, which are added into the partial shared result in place."""
+    assert shared is not None
+    columns = finish(tensor_model_parallel_all_reduce(routed))
+    width = columns.shape[-1]
+    shared[:, rank * width : (rank + 1) * width].add_(columns)
+    result: Tensor = tensor_model_parallel_all_reduce(shared)
+    return result
+
+
+_side: Any = None
+
+
+def _side_stream() -> Any:
+    global _side
+    if _side is None:
+        _side = torch.cuda.Stream()
+    return _side
