@@ -48,10 +48,13 @@ def tests(session: nox.Session) -> None:
     """Everything a machine without an accelerator can check: lint, types, rules, all packages, three vLLM versions."""
     runs = lanes.Runs(session)
     python = _python(session, VLLM)
+    others = lanes.prepare(("kernels", False), (OLDER, True), (OLDEST, True))
     lanes.lint(runs, python)
     lanes.types(runs, python)
     runs.pytest(python, "unit", "-n2", "-m", "not serve and not gpu", *lanes.test_dirs(*envs.PACKAGES))
-    runs.pytest(python, "serve 0.32.0", "-n2", "--dist=loadfile", "-m", "serve", *lanes.test_dirs("k3-core"))
+    serve = lanes.test_dirs("k3-core", "k3-nvidia")
+    runs.pytest(python, "serve 0.32.0", "-n2", "--dist=loadfile", "-m", "serve and not gpu", *serve)
+    others.join()
     lanes.kernels(runs, "k3-nvidia")
     lanes.older_vllm(runs, OLDER)
     lanes.oldest_vllm(runs, OLDEST)
@@ -69,7 +72,7 @@ def tests_core(session: nox.Session) -> None:
 
 @nox.session(name="tests-oldest")
 def tests_oldest(session: nox.Session) -> None:
-    """Load k3-core beside vLLM 0.27.0 (all serving tests) and 0.23.0 (one smoke test)."""
+    """k3-core on vLLM 0.27.0 (all that touches vLLM) and 0.23.0 (it loads and registers)."""
     runs = lanes.Runs(session)
     lanes.older_vllm(runs, OLDER)
     lanes.oldest_vllm(runs, OLDEST)

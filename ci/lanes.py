@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 import venv
 import xml.etree.ElementTree as ET
@@ -117,18 +119,39 @@ def kernels(runs: Runs, package: str) -> None:
         runs.pytest(python, f"{package} kernels", "-n2", "-m", "not gpu and not serve", *map(str, tests))
 
 
+def vllm_tests(*patterns: str) -> list[str]:
+    """Test files of k3-core that touch vLLM."""
+    found = [str(p) for pattern in patterns for p in sorted((ROOT / "packages/k3-core/tests").glob(pattern))]
+    if not found:
+        raise SystemExit(f"no test matches {patterns}")
+    return found
+
+
 def older_vllm(runs: Runs, name: str) -> None:
-    """The serving tests on the oldest vLLM that serves everything."""
+    """Everything that touches vLLM, on the oldest release that serves everything."""
     python = str(envs.ensure(name, dev=True))
     envs.install_wheels(name, envs.build_wheels())
-    runs.pytest(python, f"serve {name}", "-n2", "--dist=loadfile", "-m", "serve or versions", *test_dirs("k3-core"))
+    runs.pytest(python, f"serve {name}", "-n2", "--dist=loadfile", *vllm_tests("test_vllm_*.py", "test_serve_*.py"))
 
 
 def oldest_vllm(runs: Runs, name: str) -> None:
     """Loading only: the wheel imports, registers and resolves its classes beside a vLLM that knows no Kimi K3."""
     python = str(envs.ensure(name, dev=True))
     envs.install_wheels(name, envs.build_wheels())
-    runs.pytest(python, f"load {name}", "-m", "versions", *test_dirs("k3-core"))
+    runs.pytest(python, f"load {name}", *vllm_tests("test_vllm_registration.py"))
+
+
+def prepare(*environments: tuple[str, bool]) -> threading.Thread:
+    """Make environments in the background, in order, while tests run; a failure shows when a lane asks again."""
+
+    def work() -> None:
+        with contextlib.suppress(SystemExit):
+            for name, dev in environments:
+                envs.ensure(name, dev=dev)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
 
 
 def vendor(session: nox.Session, package: str) -> None:
