@@ -1,0 +1,375 @@
+"""Does the whole model run in vLLM on this GPU, is it right, and how long does a step take? One script, JSON lines out.
+
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 python packages/k3-nvidia/benchmarks/gpu_smoke.py [--parts tiny,linear,rank]
+
+tiny, linear: random checkpoints with kernel-sized heads are written, served by vLLM with this plugin (eager and with
+CUDA graphs) and compared with ``k3_core.reference`` on the same device. The measure: log probabilities of the tokens
+that were generated, teacher-forced, against the reference in fp32; the reference in bf16 has the same distance from it,
+so ours may have twice as much.
+
+rank: 8 layers (6 KDA, 2 MLA; 1 dense, 7 MoE) in the shapes of one rank of TP16 with random weights, made on the device:
+milliseconds of a decoding step for several batch sizes and of a prompt for several lengths, with CUDA graphs.
+
+Every part is guarded: a failure prints its traceback and the next part runs. Exit status 1 if any part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+PROMPTS = (1, 5, 63, 64, 65, 130, 300)
+GENERATED = 12
+TOP = 20
+CAPTURE = [1, 2, 4, 8, 16, 32]
+GRAPHS = {"cudagraph_capture_sizes": CAPTURE}
+
+
+def say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+    if os.environ.get("OUT"):
+        with (Path(os.environ["OUT"]) / "gpu_smoke.jsonl").open("a") as log:
+            log.write(json.dumps(values) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def layer_lists(count: int) -> dict[str, list[int]]:
+    mla = sorted({*range(4, count + 1, 4), count})
+    return {"full_attn_layers": mla, "kda_layers": [i for i in range(1, count + 1) if i not in mla]}
+
+
+def tiny_text(preset: str, kernels: bool) -> dict[str, Any]:
+    """Changes to a tiny preset that give heads the sizes of the real ones; without a GPU the preset stays as it is."""
+    if not kernels:
+        return {}
+    linear: dict[str, Any] = {"head_dim": 128, "num_heads": 4, "short_conv_kernel_size": 4}
+    if preset == "k3":
+        linear |= {"gate_lower_bound": -5.0, "use_full_rank_gate": True}
+    layers = 5 if preset == "k3" else 7
+    return {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "linear_attn_config": linear | layer_lists(layers),
+    }
+
+
+def rank_config(layers: int = 8, experts: int = 896) -> Any:
+    """One rank of TP16 of the release: heads, widths and vocabulary divided by 16, text only."""
+    from k3_core.checkpoint import tiny_config
+    from k3_core.config import load_config
+
+    text = dict(tiny_config("k3").to_dict()["text_config"])
+    text |= {
+        "architectures": ["KimiLinearForCausalLM"],
+        "vocab_size": 163840 // 16,
+        "hidden_size": 7168,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "intermediate_size": 33792 // 16,
+        "moe_intermediate_size": 192,
+        "routed_expert_hidden_size": 3584,
+        "num_experts": experts,
+        "num_experts_per_token": 16,
+        "num_shared_experts": 2,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "attn_res_block_size": 12,
+        "max_position_embeddings": 131072,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+    }
+    text["linear_attn_config"] = {
+        "num_heads": 6,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0,
+        "use_full_rank_gate": True,
+    } | layer_lists(layers)
+    return load_config(text)
+
+
+# -------------------------------------------------------------------------------------------------------------- engines
+
+
+def start(folder: Path, **options: Any) -> Any:
+    from vllm import LLM
+
+    from k3_nvidia import plugin
+
+    plugin.register()
+    if torch.cuda.is_available():
+        options.setdefault("gpu_memory_utilization", 0.3)
+    defaults: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 16, "seed": 0}
+    return LLM(str(folder), **{**defaults, **options})
+
+
+def stop(llm: Any) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def model_of(llm: Any) -> Any:
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner.model
+
+
+def prompts(lengths: tuple[int, ...], seed: int, vocabulary: int = 512) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+# ----------------------------------------------------------------------------------------------------------- comparison
+
+
+def generate(llm: Any, ids: list[list[int]], images: list[Any] | None = None) -> list[Any]:
+    from vllm import SamplingParams
+
+    requests: list[dict[str, Any]] = [{"prompt_token_ids": p} for p in ids]
+    for request, image in zip(requests, images or [None] * len(ids), strict=True):
+        if image is not None:
+            request["multi_modal_data"] = {"image": [image]}
+    sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False, logprobs=TOP)
+    return llm.generate(requests, sampling, use_tqdm=False)
+
+
+def compare(outputs: list[Any], ids: list[list[int]], exact: Any, rounded: Any, images: list[Any] | None = None) -> Any:
+    """Distances of log probabilities from the fp32 reference: ours, and those of the bf16 reference."""
+    ours, theirs, agree, ties = [], [], 0, 0
+    for prompt, output, image in zip(ids, outputs, images or [None] * len(ids), strict=True):
+        completion = output.outputs[0]
+        whole = torch.tensor(prompt + list(completion.token_ids))
+        given = {} if image is None else {"images": [image]}
+        reference = exact.logits(whole, **given).float().log_softmax(-1)[-GENERATED - 1 : -1]
+        bf16 = rounded.logits(whole, **given).float().log_softmax(-1)[-GENERATED - 1 : -1]
+        for row, entries in enumerate(completion.logprobs):
+            chosen = completion.token_ids[row]
+            agree += int(reference[row].argmax()) == chosen
+            # A token that the reference prefers by less than the bf16 distance is a tie.
+            ties += float(reference[row].max() - reference[row][chosen]) < 0.5
+            for token, entry in entries.items():
+                ours.append(entry.logprob - float(reference[row][token]))
+                theirs.append(float(bf16[row][token] - reference[row][token]))
+    a, b = (torch.tensor(x).square().mean().sqrt().item() for x in (ours, theirs))
+    total = len(ids) * GENERATED
+    worst = max(abs(x) for x in ours)
+    return {
+        "rms_ours": a,
+        "rms_bf16_reference": b,
+        "max_ours": worst,
+        "max_bf16_reference": max(abs(x) for x in theirs),
+        "argmax_agreement": agree / total,
+        "within_half_a_nat": ties / total,
+        "finite": all(x == x for x in ours),
+        "ok": a <= 2 * b + 0.01 and ties == total,
+    }
+
+
+def tiny(preset: str, work: Path) -> None:
+    """Served tokens against the reference, eager and with graphs, with images and cached prefixes."""
+    from k3_core.checkpoint import tiny_config, write_tiny
+    from k3_core.reference import load_model
+
+    gpu = torch.cuda.is_available()
+    config = tiny_config(preset, **tiny_text(preset, gpu))
+    folder = write_tiny(work / preset, config, seed=3, long_memory=True)
+    device = "cuda" if gpu else "cpu"
+    exact = load_model(folder, torch.float32, device)
+    rounded = load_model(folder, torch.bfloat16, device)
+    ids = prompts(PROMPTS, seed=1)
+    with_images = preset == "k3"
+    for mode in ("eager", "graphs") if gpu else ("eager",):
+        options: dict[str, Any] = {"max_num_batched_tokens": 128}
+        options |= {"enforce_eager": True} if mode == "eager" else {"compilation_config": GRAPHS}
+        began = time.monotonic()
+        llm = start(folder, **options)
+        started = time.monotonic() - began
+        say(part=preset, mode=mode, start_s=round(started, 1), model=type(model_of(llm)).__name__)
+        say(part=preset, mode=mode, check="batch", **compare(generate(llm, ids), ids, exact, rounded))
+        first, other = prompts((300, 290), seed=4)
+        again = [first, other, first, first + other[:70]]
+        outputs = [generate(llm, [prompt])[0] for prompt in again]
+        cached = [output.num_cached_tokens for output in outputs]
+        say(part=preset, mode=mode, check="prefixes", cached=cached, **compare(outputs, again, exact, rounded))
+        if with_images:
+            from PIL import Image
+
+            noise = torch.randint(0, 255, (70, 100, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+            image = Image.fromarray(noise.numpy())
+            prompt = [[7, 8, 9, config.media_placeholder_token_id, 10, 11]]
+            found = compare(generate(llm, prompt, [image]), prompt, exact, rounded, [image])
+            say(part=preset, mode=mode, check="image", **found)
+        stop(llm)
+        del llm
+    from k3_nvidia import dispatch
+
+    say(part=preset, chosen=dispatch.report())
+
+
+# --------------------------------------------------------------------------------------------------------------- timing
+
+
+def randomise(model: Any) -> None:
+    """Weights of ordinary size and random experts, in place: graphs keep their addresses."""
+    from k3_nvidia.experts_store import RoutedExperts
+
+    for name, p in model.named_parameters():
+        if "norm" in name and p.dim() == 1:
+            p.data.fill_(1.0)
+        elif name.endswith("A_log"):
+            p.data.fill_(0.3)
+        elif name.endswith("dt_bias"):
+            p.data.uniform_(-4, 0)
+        elif name.endswith("e_score_correction_bias"):
+            p.data.zero_()
+        elif p.dim() > 0 and p.is_floating_point():
+            p.data.normal_(0, 0.02)
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            for name, tensor in module.store.tensors().items():
+                raw = tensor.view(torch.uint8)
+                if name.startswith("s") or name.endswith("scale"):
+                    raw.random_(117, 121)
+                else:
+                    raw.random_(0, 256)
+
+
+def decode_ms(llm: Any, batch: int, context: int, steps: int = 40) -> float:
+    """Milliseconds of a decoding step: wall time of ``steps`` steps after the prompts are read."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=steps + 24, ignore_eos=True, detokenize=False)
+    for index, prompt in enumerate(prompts((context,) * batch, seed=batch, vocabulary=8192)):
+        engine.add_request(f"d{batch}-{index}-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, sampling)
+    produced: dict[str, int] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            produced[output.request_id] = len(output.outputs[0].token_ids)
+
+    while len(produced) < batch or min(produced.values()) < 4:
+        step()
+    torch.cuda.synchronize()
+    before, began = sum(produced.values()), time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    elapsed, tokens = time.perf_counter() - began, sum(produced.values()) - before
+    while engine.has_unfinished_requests():
+        engine.step()
+    return 1e3 * elapsed * batch / max(tokens, 1)
+
+
+def prefill_ms(llm: Any, length: int, repeats: int = 5) -> float:
+    """Median milliseconds of a whole request of ``length`` prompt tokens and one generated token."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    times = []
+    for repeat in range(repeats + 2):
+        prompt = prompts((length,), seed=100 + repeat, vocabulary=8192)[0]
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[2:])
+
+
+def rank(work: Path) -> None:
+    """Times of the rank-shaped model."""
+    folder = work / "rank"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(rank_config().to_dict()))
+    began = time.monotonic()
+    llm = start(
+        folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=16384,
+        max_num_seqs=128,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.6,
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
+    )
+    say(part="rank", start_s=round(time.monotonic() - began, 1))
+    randomise(model_of(llm))
+    for batch in (1, 8, 32, 128):
+        decode_ms(llm, batch, 128, steps=10)  # warm
+        say(part="rank", shape="TP16 rank, 8 layers", decode_batch=batch, ms=round(decode_ms(llm, batch, 128), 3))
+    for length in (1024, 8192):
+        say(part="rank", shape="TP16 rank, 8 layers", prefill=length, ms=round(prefill_ms(llm, length), 2))
+    say(part="rank", peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2))
+    stop(llm)
+
+
+# ----------------------------------------------------------------------------------------------------------------- main
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default="tiny,linear,rank" if torch.cuda.is_available() else "tiny,linear")
+    wanted = parser.parse_args().parts.split(",")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("K3_IMPL", "nvidia")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    else:
+        import vllm
+
+        say(device=torch.cuda.get_device_name(), torch=torch.__version__, vllm=vllm.__version__)
+    parts: dict[str, Callable[[Path], None]] = {
+        "tiny": lambda work: tiny("k3", work),
+        "linear": lambda work: tiny("linear", work),
+        "rank": rank,
+    }
+    failed = []
+    for name in wanted:
+        began = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory() as work:
+                parts[name](Path(work))
+        except BaseException:
+            traceback.print_exc()
+            failed.append(name)
+            try:
+                stop(None)
+            except Exception:
+                traceback.print_exc()
+        say(part=name, seconds=round(time.monotonic() - began, 1), failed=name in failed)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
