@@ -2,9 +2,8 @@
 
 import json
 import random
-import sys
-from pathlib import Path
 
+import chat_cases as cases
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,9 +11,6 @@ from hypothesis import strategies as st
 from k3_core.chat import Reply, StreamParser, encode, parse
 from k3_core.chat.json_stream import JsonStream
 from k3_core.errors import ChatError
-
-sys.path.insert(0, str(Path(__file__).parent))
-import chat_cases as cases
 
 OP, CL, SP, EM = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 END_THINK = f"{CL}think{SP}"

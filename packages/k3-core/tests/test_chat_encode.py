@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from k3_core.chat import encode, image_prompt, load_tokenizer, resolve_thinking
+from k3_core.chat import (
+    drop_null_fields,
+    encode,
+    image_prompt,
+    load_tokenizer,
+    remember_arguments,
+    resolve_thinking,
+    restore_arguments,
+)
 from k3_core.chat.arguments import encode_arguments
 from k3_core.errors import ChatError
 
@@ -214,3 +222,25 @@ def test_resolve_thinking(kwargs: dict[str, Any], effort: str | None, expected: 
 def test_resolve_thinking_refuses(kwargs: dict[str, Any], effort: str | None, message: str) -> None:
     with pytest.raises(ChatError, match=message):
         resolve_thinking(kwargs, effort)
+
+
+def test_argument_strings_survive_a_serving_layer() -> None:
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"n": 1e2, "l": [1,2]}'}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": iter(calls)},
+    ]
+    wanted = encode([messages[0], {"role": "assistant", "tool_calls": calls}], tokenizer=TOKENIZER)
+    sent = remember_arguments(messages)
+    for call in messages[1]["tool_calls"]:  # what vLLM does
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    assert encode(messages, tokenizer=TOKENIZER) != wanted
+    assert encode(restore_arguments(messages, sent), tokenizer=TOKENIZER) == wanted
+    assert restore_arguments(messages[:1], sent) == messages[:1]
+
+
+def test_null_fields_of_tools_are_dropped_above_the_schema() -> None:
+    schema = {"type": "object", "default": None}
+    tools = [{"type": "function", "strict": None, "function": {"name": "f", "description": None, "parameters": schema}}]
+    assert drop_null_fields(tools) == [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert drop_null_fields(None) is None

@@ -3,16 +3,12 @@
 import json
 import os
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
+import chat_cases as cases
 import pytest
 
 from k3_core.chat import StreamParser, encode, parse
-
-sys.path.insert(0, str(Path(__file__).parent))
-import chat_cases as cases
 
 
 def check_round_trip(seed: int) -> None:

@@ -1,9 +1,7 @@
 """vLLM's parser interfaces over the one decoder: streaming equals whole, with ids and without, as vLLM composes."""
 
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import chat_cases as cases
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser.parser_manager import ParserManager
 
@@ -19,9 +18,6 @@ from k3_core.errors import ChatError
 from k3_core.vllm import compat
 from k3_core.vllm.parsers import KimiK3ReasoningParser, KimiK3ToolParser, calls_before
 from k3_core.vllm.tokenizer import KimiK3Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-import chat_cases as cases
 
 TOKENIZER = KimiK3Tokenizer.from_pretrained(cases.DATA)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

@@ -3,9 +3,7 @@
 
 import json
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 xgrammar = pytest.importorskip("xgrammar")
 
+import chat_cases as cases
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser.parser_manager import ParserManager
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -23,9 +22,6 @@ from k3_core.errors import ChatError
 from k3_core.vllm import compat, structured
 from k3_core.vllm.structured import Wish, reply_tag
 from k3_core.vllm.tokenizer import KimiK3Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-import chat_cases as cases
 
 TOKENIZER = KimiK3Tokenizer.from_pretrained(cases.DATA)
 K3 = TOKENIZER.k3

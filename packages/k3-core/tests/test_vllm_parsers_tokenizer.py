@@ -3,23 +3,19 @@
 import copy
 import json
 import pickle
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import chat_cases as cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.tokenizers.detokenizer_utils import detokenize_incrementally
 
 from k3_core.errors import ChatError
 from k3_core.vllm.tokenizer import KimiK3Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-import chat_cases as cases
 
 TOKENIZER = KimiK3Tokenizer.from_pretrained(cases.DATA)
 GOLDEN: dict[str, Any] = json.loads((cases.DATA / "chat.json").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Cleaning what serving layers do to tools and arguments on the way to the encoder."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 
@@ -22,27 +22,39 @@ def _clean(tool: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def restore_arguments(conversation: Sequence[Any], messages: Sequence[Any]) -> list[Any]:
-    """``conversation`` with the argument strings that the client sent in ``messages``.
+def remember_arguments(messages: Sequence[Any]) -> list[list[Any]]:
+    """The arguments of each message's tool calls as the client sent them, for :func:`restore_arguments`.
 
-    Serving layers parse arguments into objects on the way, which loses their spelling (``1e2``, ``[1,2]``). Messages
-    are matched by position; calls by position, too. Where the two do not correspond, the conversation stays as it is.
+    Serving layers parse argument strings into objects in place, so this has to come first. One-shot iterators of tool
+    calls (typed request models have them) are made lists, in the message, too.
     """
-    if len(conversation) != len(messages):
+    remembered = []
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else getattr(message, "tool_calls", None)
+        if calls is not None and not isinstance(calls, list) and isinstance(message, MutableMapping):
+            calls = message["tool_calls"] = list(calls)
+        remembered.append([_get(_get(call, "function"), "arguments") for call in calls or []])
+    return remembered
+
+
+def restore_arguments(conversation: Sequence[Any], remembered: Sequence[Sequence[Any]]) -> list[Any]:
+    """``conversation`` with the argument strings that the client sent, in their own spelling (``1e2``, ``[1,2]``).
+
+    Messages and calls are matched by position. Where the two do not correspond, the conversation stays as it is.
+    """
+    if len(conversation) != len(remembered):
         return list(conversation)
-    return [_restore(row, message) for row, message in zip(conversation, messages, strict=True)]
+    return [_restore(row, arguments) for row, arguments in zip(conversation, remembered, strict=True)]
 
 
-def _restore(row: Any, message: Any) -> Any:
-    calls, sent = row.get("tool_calls") or [], _get(message, "tool_calls") or []
-    sent = list(sent)
-    if not calls or len(calls) != len(sent):
+def _restore(row: Any, arguments: Sequence[Any]) -> Any:
+    calls = row.get("tool_calls") or []
+    if not calls or len(calls) != len(arguments):
         return row
     restored = []
-    for call, original in zip(calls, sent, strict=True):
-        arguments = _get(_get(original, "function"), "arguments")
-        if isinstance(arguments, str) and isinstance(call.get("function"), Mapping):
-            call = {**call, "function": {**call["function"], "arguments": arguments}}
+    for call, sent in zip(calls, arguments, strict=True):
+        if isinstance(sent, str) and isinstance(call.get("function"), Mapping):
+            call = {**call, "function": {**call["function"], "arguments": sent}}
         restored.append(call)
     return {**row, "tool_calls": restored}
 
