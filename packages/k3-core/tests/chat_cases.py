@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from k3_core.chat import Event, K3Tokenizer, Reply, StreamParser, ToolCall, load_tokenizer
+from k3_core.chat import Event, K3Tokenizer, Reply, StreamParser, ToolCall, load_tokenizer, parse
 
 DATA = Path(__file__).parent / "data" / "chat"
 TOKENIZER: K3Tokenizer = load_tokenizer(DATA)
@@ -142,3 +142,63 @@ def leaks(reply: Reply) -> list[str]:
     """Special tokens that reached the reader."""
     seen = [reply.reasoning, reply.content, *(c.arguments for c in reply.tool_calls)]
     return [part for part in seen if any(marker in part for marker in MARKER_BYTES)]
+
+
+# --- properties of every output -------------------------------------------------------------------------------------
+def check_output(output: str, thinking: bool, rng: random.Random) -> Reply:
+    """However ``output`` is cut: one result, no marker, JSON arguments, events that add up; a part is a prefix."""
+    whole_events, whole = stream([output], thinking)
+    for pieces in (cut(rng, output), list(output)):
+        events, reply = stream(pieces, thinking)
+        assert reply == whole
+        assert merge(events) == merge(whole_events)
+    assert add_up(whole_events) == whole
+    assert not leaks(whole)
+    assert whole_events[-1].kind == "finish"
+    for made in whole.tool_calls:
+        assert isinstance(json.loads(made.arguments), dict)
+    assert len({made.id for made in whole.tool_calls}) == len(whole.tool_calls)
+    end = rng.randrange(len(output) + 1)
+    check_prefix(whole, parse(output[:end], thinking))
+    return whole
+
+
+def check_prefix(whole: Reply, part: Reply) -> None:
+    """A reply that broke off is a prefix of what it would have been; complete calls stay what they are."""
+    assert whole.reasoning.startswith(part.reasoning)
+    assert whole.content.startswith(part.content)
+    assert whole.tool_calls[: len(part.tool_calls)] == part.tool_calls
+
+
+def check_ids(ids: list[int], thinking: bool, rng: random.Random) -> Reply:
+    """The same for an output given as token ids, where spelt markers are text and may stay."""
+    whole = parse(ids, thinking, tokenizer=TOKENIZER)
+    parser = StreamParser(thinking, tokenizer=TOKENIZER)
+    events = [event for piece in cut(rng, ids) for event in parser.feed_ids(piece)]
+    events += parser.finish()
+    assert parser.reply == whole
+    assert add_up(events) == whole
+    for made in whole.tool_calls:
+        assert isinstance(json.loads(made.arguments), dict)
+    return whole
+
+
+def damage(rng: random.Random, items: list[int]) -> list[int]:
+    """A few items lost, doubled, moved or replaced."""
+    items = list(items)
+    for _ in range(rng.randrange(1, 5)):
+        if not items:
+            break
+        at = rng.randrange(len(items))
+        kind = rng.randrange(5)
+        if kind == 0:
+            del items[at : at + rng.choice([1, 1, 2, 3, 8])]
+        elif kind == 1:
+            items[at:at] = items[at : at + rng.choice([1, 3, 8])]
+        elif kind == 2:
+            items.insert(rng.randrange(len(items)), items.pop(at))
+        elif kind == 3:
+            items[at] = rng.choice([512, 513, 514, 515, 516, 517, 533, 767, rng.randrange(768)])
+        else:
+            del items[at:]
+    return items

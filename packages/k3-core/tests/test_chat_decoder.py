@@ -295,18 +295,7 @@ SOUP = st.lists(st.one_of(FRAGMENTS, st.text(max_size=4)), max_size=14).map("".j
 @example(f"{END_THINK}[EOS] x", True, random.Random(0))
 @example(f"{END_THINK}{OP}responsehello" + "a" * 40, True, random.Random(0))
 def test_any_output_any_split(output: str, thinking: bool, rng: random.Random) -> None:
-    """Whatever the output, however it is cut: one result, no marker, JSON arguments, events that add up to it."""
-    whole_events, whole = cases.stream([output], thinking)
-    for pieces in (cases.cut(rng, output), list(output)):
-        events, reply = cases.stream(pieces, thinking)
-        assert reply == whole
-        assert cases.merge(events) == cases.merge(whole_events)
-    assert cases.add_up(whole_events) == whole
-    assert not cases.leaks(whole)
-    assert whole_events[-1].kind == "finish"
-    for call in whole.tool_calls:
-        assert isinstance(json.loads(call.arguments), dict)
-    assert len({call.id for call in whole.tool_calls}) == len(whole.tool_calls)
+    cases.check_output(output, thinking, rng)
 
 
 @settings(max_examples=150, deadline=None)
@@ -315,10 +304,20 @@ def test_every_truncation_is_a_prefix(output: str, thinking: bool) -> None:
     """Cut at any character: what is there is a prefix of what would have come; complete calls stay what they are."""
     _, whole = cases.stream([output], thinking)
     for end in range(len(output)):
-        cut = parse(output[:end], thinking)
-        assert whole.reasoning.startswith(cut.reasoning)
-        assert whole.content.startswith(cut.content)
-        assert whole.tool_calls[: len(cut.tool_calls)] == cut.tool_calls
+        cases.check_prefix(whole, parse(output[:end], thinking))
+
+
+def test_damaged_replies() -> None:
+    """Real replies with tokens lost, doubled, moved and replaced: as ids and as text."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        messages = cases.conversation(rng)
+        thinking = rng.random() < 0.7
+        prompt = encode(messages[:-1], tokenizer=cases.TOKENIZER, thinking=thinking)
+        whole = encode(messages, tokenizer=cases.TOKENIZER, thinking=thinking, add_generation_prompt=False)
+        ids = cases.damage(rng, whole.ids[len(prompt.ids) :])
+        cases.check_ids(ids, thinking, rng)
+        cases.check_output(cases.TOKENIZER.decode(ids), thinking, rng)
 
 
 def test_truncation_of_a_good_reply_is_called_length() -> None:
