@@ -115,9 +115,14 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build the four wheels into dist/."""
-    for wheel in envs.build_wheels():
-        session.log(f"{wheel.name}: {wheel.stat().st_size / 1024:.0f} KiB")
+    """Build the four wheels and sdists into dist/, each twice: the bytes must be the same."""
+    session.run(str(envs.ensure_ci()), "ci/release.py", "--reproducible", "dist")
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Changelog, version and API snapshot of one package (`k3-core --check`, `k3-core 0.2.0`, `--reproducible`)."""
+    session.run(str(envs.ensure_ci()), "ci/release.py", *session.posargs)
 
 
 @nox.session

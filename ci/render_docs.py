@@ -1,9 +1,11 @@
-"""Render the generated pages of docs/: benchmark pages from result files, the support matrix from its data file.
+"""Render the generated pages of docs/: benchmarks from result files, the support matrix and the tested pairs from their
+data files, the numerics page from the operator table of k3_core (from this tree; needs torch).
 
     python ci/render_docs.py [--check]
 
 A result file is JSON with ``title, command, date, device, versions`` and ``rows`` (a list of flat objects), and
-optionally ``notes`` (a list of sentences). ``--check`` writes nothing and fails if a page is out of date.
+optionally ``notes`` (a list of sentences). ``--check`` writes nothing and fails if a page is out of date. Where torch
+is missing the numerics page is left as it is, and that is said.
 """
 
 from __future__ import annotations
@@ -71,12 +73,60 @@ def support_matrix() -> dict[Path, str]:
     return {DOCS / "support-matrix.md": "\n".join(parts)}
 
 
+def tested_pairs() -> dict[Path, str]:
+    """The pairs of wheel and vLLM that were run, newest first within a wheel."""
+    data = tomllib.loads((DOCS / "data" / "tested_pairs.toml").read_text())
+    parts = [HEADER, "# Tested pairs\n", data["note"], ""]
+    for name in dict.fromkeys(pair["wheel"] for pair in data["pair"]):
+        rows = [{k: v for k, v in pair.items() if k != "wheel"} for pair in data["pair"] if pair["wheel"] == name]
+        parts += [f"## {name}\n", table(rows), ""]
+    return {DOCS / "tested-pairs.md": "\n".join(parts)}
+
+
+NUMERICS = """# Numerics
+
+What every implementation of an operator is held to. The oracle is the contract in fp64; the bounds are derived, not
+measured, and each states its reason. `norm` bounds the error of the whole tensor relative to its norm; `element` bounds
+every element: `rel` times its own size plus `rms` times the size of its row.
+
+The conformance suite (`k3_core.testing.conformance`) runs each operator on poisoned memory: NaN in outputs, in unread
+slots and between padded rows, shuffled slots, canaries around buffers.
+
+## Conventions
+z is the projection before dt_bias; the gate is a natural logarithm; beta is after the sigmoid; q and k are normalised
+inside, scaled by D^-0.5. States are [heads, V, K]. Slots <= 0 are never read or written and their output rows are
+zeros. Every output row is written. The same call gives the same bits; other requests in the batch may move a row within
+the bounds, never beyond.
+
+## Symbols
+T tokens, B sequences, N local heads, D head dimension (K3: V = K = D = 128), C = 3ND convolution channels, W taps (4),
+P convolution columns, Q = 1 + speculated tokens, S slots, H hidden size, M bank slots, E local experts, A all experts,
+X experts a token, L latent size, I local expert width, R selected rows.
+
+"""
+
+
+def numerics() -> dict[Path, str]:
+    """The operator table as a page; nothing where torch is missing."""
+    sys.path.insert(0, str(ROOT / "packages" / "k3-core" / "src"))
+    try:
+        from k3_core.operators import markdown
+        from k3_core.operators.spec import DTYPES, LAYOUTS
+    except ModuleNotFoundError as error:
+        print(f"docs/numerics.md left as it is: {error}")
+        return {}
+    layouts = table([{"layout": name, "promise": text} for name, text in LAYOUTS.items()])
+    kinds = [{"name": n, "dtypes": ", ".join(str(d).removeprefix("torch.") for d in ds)} for n, ds in DTYPES.items()]
+    body = f"{NUMERICS}## Layouts\n\n{layouts}\n\n## Dtypes\n\n{table(kinds)}\n\n## Operators\n\n{markdown()}"
+    return {DOCS / "numerics.md": HEADER + body.rstrip() + "\n"}
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--check", action="store_true")
     check = options.parse_args().check
     stale = []
-    for path, text in {**benchmarks(), **support_matrix()}.items():
+    for path, text in {**benchmarks(), **support_matrix(), **tested_pairs(), **numerics()}.items():
         if path.exists() and path.read_text() == text:
             continue
         stale.append(str(path.relative_to(ROOT)))
