@@ -21,13 +21,8 @@ def register() -> None:
     """Register Kimi K3 with vLLM if this wheel is the one to act; cheap, idempotent, never raises."""
     try:
         from k3_core.vllm import registration, versions
-    except Exception as error:
-        logging.getLogger("vllm.plugins.k3").error(
-            "k3-nvidia %s does nothing: its k3-core is missing or does not fit (%s); reinstall both", __version__, error
-        )
-        return
-    registration.register(
-        registration.Wheel(
+
+        wheel = registration.Wheel(
             name="k3-nvidia",
             version=__version__,
             vendor="nvidia",
@@ -37,4 +32,9 @@ def register() -> None:
             transformers=versions.CORE_TRANSFORMERS,
             config_hook="k3_nvidia.limits:NvidiaHook",
         )
-    )
+    except Exception as error:
+        logging.getLogger("vllm.plugins.k3").error(
+            "k3-nvidia %s does nothing: its k3-core is missing or does not fit (%s); reinstall both", __version__, error
+        )
+        return
+    registration.register(wheel)
