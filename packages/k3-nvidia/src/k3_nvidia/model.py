@@ -405,10 +405,11 @@ class KimiK3ForConditionalGeneration(
         if self.config.vision is None:
             raise ConfigError("KimiK3ForConditionalGeneration needs a vision_config")
         outer = f"{prefix}." if prefix else ""
-        with self._mark_tower_model(vllm_config, "image"):
+        marks = cast(Any, self)  # methods of vLLM's protocol
+        with marks._mark_tower_model(vllm_config, "image"):
             self.vision_tower = vision.VisionTower(self.config.vision)
             self.mm_projector = vision.Projector(self.config.vision)
-        with self._mark_language_model(vllm_config):
+        with marks._mark_language_model(vllm_config):
             self.language_model = KimiLinearForCausalLM(
                 vllm_config=vllm_config, prefix=f"{outer}language_model", config=self.config
             )
@@ -422,7 +423,7 @@ class KimiK3ForConditionalGeneration(
 
     def text_model(self) -> KimiLinearForCausalLM:
         """The text model."""
-        return cast(KimiLinearForCausalLM, self.language_model)
+        return self.language_model
 
     def get_language_model(self) -> KimiLinearForCausalLM:
         """The text model, by vLLM's name for it."""

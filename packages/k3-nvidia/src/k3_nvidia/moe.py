@@ -101,11 +101,12 @@ class MoE(Loadable):
         self._fused = self.operator.name == dispatch.KERNEL and self.gate.operator.name == dispatch.KERNEL
 
     def _add_expert_map(self, ids: range) -> None:
-        self.expert_map: Tensor | None = None
+        self.expert_map: Tensor | None
+        local = None
         if self.expert_parallel:
             local = torch.full((self.text.num_experts,), -1, dtype=torch.int32)
             local[ids.start : ids.stop] = torch.arange(len(ids), dtype=torch.int32)
-            self.register_buffer("expert_map", local, persistent=False)
+        self.register_buffer("expert_map", local, persistent=False)
 
     def _add_dense_parts(self, config: K3Config, size: int, prefix: str) -> None:
         text, latent = config.text, config.text.routed_expert_hidden_size
