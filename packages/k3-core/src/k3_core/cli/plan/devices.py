@@ -38,7 +38,7 @@ DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         Device("h100", "nvidia", "sm_90", int(79.1 * GIB), 8, "nominal", _WEIGHT_ONLY),
-        Device("h200", "nvidia", "sm_90", int(139.8 * GIB), 8, "measured", _WEIGHT_ONLY),
+        Device("h200", "nvidia", "sm_90", 139 * GIB, 8, "measured", _WEIGHT_ONLY),
         Device("b200", "nvidia", "sm_100", int(178.3 * GIB), 8, "nominal", _NATIVE),
         Device("b300", "nvidia", "sm_103", int(267.7 * GIB), 8, "nominal", _NATIVE),
         Device("gb300", "nvidia", "sm_103", int(267.7 * GIB), 4, "nominal", _NATIVE,
