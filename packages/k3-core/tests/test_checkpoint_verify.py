@@ -104,6 +104,24 @@ def rewrite_header(path, change):
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
 
+@pytest.mark.parametrize("key", ["shape", "data_offsets"])
+@pytest.mark.parametrize("change", [float, lambda number: -number, str])
+def test_shapes_and_offsets_are_counts(folder, key, change):
+    """`8.0` would pass for 8 here and be refused only by the reader that opens the shard."""
+    rewrite_header(
+        folder / SECOND, lambda header: header[ROUTER].update({key: [change(n) for n in header[ROUTER][key]]})
+    )
+    assert f"{SECOND}: its header is damaged" in refusal(folder)
+
+
+def test_nesting_deeper_than_json_is_read(folder):
+    deep = b"[" * 100_000 + b"]" * 100_000
+    (folder / SECOND).write_bytes(struct.pack("<Q", len(deep)) + deep)
+    assert f"{SECOND}: its header is damaged (RecursionError" in refusal(folder)
+    (folder / INDEX_NAME).write_bytes(deep)
+    assert "cannot be read (RecursionError" in refusal(folder)
+
+
 def test_damaged_headers(folder):
     rewrite_header(folder / SECOND, lambda header: header[ROUTER].update(shape=[9, 256]))
     assert f"{SECOND}: {ROUTER} is declared BF16 [9, 256] but holds 4096 bytes" in refusal(folder)

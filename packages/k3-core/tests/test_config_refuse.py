@@ -156,6 +156,9 @@ CONTRADICTIONS = {
     "vision-heads": (V + "vt_num_attention_heads", 7, "qkv_hidden_size = 1536: not a multiple"),
     "vision-head-odd": (V + "qkv_hidden_size", 12 * 126, "head width 126 must be a multiple of 4"),
     "vision-merge": (V + "merge_kernel_size", [2], "merge_kernel_size"),
+    "vision-merge-size": (V + "merge_kernel_size", [4, 4], "vision_config.merge_kernel_size = (4, 4): only (2, 2)"),
+    "vision-patch": (V + "patch_size", 16, "vision_config.patch_size = 16: only 14 is supported"),
+    "text-model-type": (T + "model_type", "llama", "text_config.model_type = 'llama': expected 'kimi_linear'"),
     "vision-act": (V + "activation_func", "gelu", "vision_config.activation_func = 'gelu'"),
     "vision-bias": (V + "attn_bias", True, "vision_config.attn_bias = True"),
     "vision-projector": (V + "mm_projector_type", "mlp", "mm_projector_type = 'mlp'"),
@@ -230,12 +233,16 @@ def test_two_quantisation_groups_are_refused():
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path)
-    for text, expected in (("{", "cannot be read as JSON"), ("[]", "expected a JSON object")):
+    deep = '{"a":' * 100_000 + "1" + "}" * 100_000
+    unreadable = [(text, "cannot be read as JSON") for text in ("{", deep)]
+    for text, expected in (*unreadable, ("[]", "expected a JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=expected):
             load_config(tmp_path)
     with pytest.raises(ConfigError, match="expected an object"):
         load_config(7)
+    with pytest.raises(ConfigError, match="null byte"):
+        load_config("\0")
 
 
 JUNK = st.one_of(

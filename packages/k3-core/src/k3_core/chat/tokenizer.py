@@ -186,7 +186,7 @@ def _read_names(config: Path, first: int) -> dict[int, str]:
     try:
         table = json.loads(config.read_text(encoding="utf-8")).get("added_tokens_decoder", {})
         names = {int(slot): str(entry["content"]) for slot, entry in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{config}: added_tokens_decoder must map ids to {{content: name}}") from error
     last = first + protocol.NUM_SPECIAL_SLOTS - 1
     outside = sorted(slot for slot in names if not first <= slot <= last)

@@ -56,7 +56,7 @@ def read_header(path: Path) -> list[StoredTensor]:
         entries: dict[str, dict[str, Any]] = json.loads(text)
         entries.pop("__metadata__", None)
         tensors = [_tensor(name, entry, path.name, 8 + length) for name, entry in entries.items()]
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path.name}: its header is damaged ({type(error).__name__}: {error})") from None
@@ -67,6 +67,9 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 def _tensor(name: str, entry: dict[str, Any], shard: str, data: int) -> StoredTensor:
     begin, end = entry["data_offsets"]
+    for number in (begin, end, *entry["shape"]):
+        if type(number) is not int or number < 0:
+            raise TypeError(f"{name}: {number!r} in shape or data_offsets, expected counts")
     tensor = StoredTensor(name, shard, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
     item = _ITEM_BYTES.get(tensor.dtype_name)
     if item is not None and prod(tensor.shape) * item != tensor.nbytes:
@@ -107,7 +110,7 @@ def read_index(folder: Path) -> dict[str, str] | None:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not all(isinstance(name, str) and isinstance(file, str) for name, file in weight_map.items()):
             raise TypeError("weight_map must map names to file names")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index.name}: cannot be read ({type(error).__name__}: {error})") from None
     outside = sorted(file for file in set(weight_map.values()) if Path(file).name != file)
     if outside:

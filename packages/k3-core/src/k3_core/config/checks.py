@@ -1,5 +1,6 @@
 """Relations between values that types alone cannot state. Each check raises ConfigError naming key and value."""
 
+from k3_core.config import keys
 from k3_core.config.model import K3Config, TextConfig, VisionConfig
 from k3_core.errors import ConfigError
 
@@ -97,6 +98,9 @@ def _check_groups(text: TextConfig, group: int, path: str) -> None:
 
 
 def _check_vision(vision: VisionConfig, text: TextConfig) -> None:
+    for key, expected in keys.VISION_SIZES.items():
+        if getattr(vision, key) != expected:
+            raise ConfigError(f"vision_config.{key} = {getattr(vision, key)}: only {expected} is supported")
     if vision.text_hidden_size != text.hidden_size:
         raise ConfigError(
             f"vision_config.text_hidden_size = {vision.text_hidden_size}: must equal text_config.hidden_size = "

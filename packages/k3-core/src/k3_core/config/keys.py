@@ -79,6 +79,8 @@ VISION_REQUIRED = (
     "text_hidden_size",
     "projector_ln_eps",
 )
+#: Sizes that the patches [P, 3, 14, 14] and the projector's four patches a token are built on.
+VISION_SIZES: dict[str, Any] = {"patch_size": 14, "merge_kernel_size": (2, 2)}
 VISION_CONSTANTS: dict[str, Any] = {
     "activation_func": "gelu_pytorch_tanh",
     "attn_bias": False,

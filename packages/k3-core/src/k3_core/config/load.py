@@ -48,13 +48,12 @@ def load_config(source: Any) -> K3Config:
 def _read(source: Any) -> Mapping[str, Any]:
     if isinstance(source, str | Path):
         path = Path(source)
-        if path.is_dir():
-            path = path / "config.json"
         try:
+            path = path / "config.json" if path.is_dir() else path
             source = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file; give a checkpoint folder or its config.json") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deeply, no file name
             raise ConfigError(f"{path}: cannot be read as JSON ({error})") from error
         if not isinstance(source, Mapping):
             raise ConfigError(f"{path}: holds a {type(source).__name__}; expected a JSON object")
@@ -76,6 +75,8 @@ def _load_outer(raw: Mapping[str, Any]) -> K3Config:
     for key in keys.OUTER_REQUIRED:
         _require(raw, key, "")
     text_raw = _resolve_aliases(_as_mapping(raw["text_config"], "text_config"), "text_config.")
+    if text_raw.get("model_type") is not None:  # objects made in code may not state it
+        _one_of(text_raw, "model_type", ("kimi_linear",), "text_config.")
     text = _load_text(text_raw, "text_config.")
     vision = _load_vision(_as_mapping(raw["vision_config"], "vision_config"))
     return _assemble(raw, text_raw, text, vision)

@@ -193,7 +193,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); image input needs it") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}; it must be an object")
