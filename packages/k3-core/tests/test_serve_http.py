@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import re
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,12 +105,23 @@ def test_models_and_version(client: Any, server: Server) -> None:
     assert model.max_model_len == MAX_LEN
 
 
+def png_header(width: int, height: int) -> str:
+    """A PNG that declares a size and holds no pixel."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
 BAD_IMAGES = {
     "not an image": "data:image/png;base64," + base64.b64encode(b"no picture").decode(),
     "cut short": data_url(picture())[:-400],
     "empty": "data:image/png;base64,",
     "unknown scheme": "ftp://127.0.0.1/picture.png",
     "missing file": "http://127.0.0.1:9/picture.png",
+    "no base64": "data:image/png,picture",
+    "the server's own file": "file:///etc/hostname",
+    "bomb": png_header(100_000, 100_000),
+    "nothing": "",
 }
 
 
@@ -117,6 +131,7 @@ def test_an_unusable_picture_is_the_clients_error(what: str, client: Any, server
     with pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(model=server.name, messages=messages, max_tokens=2)
     assert 400 <= caught.value.status_code < 500, caught.value
+    assert re.search("(?i)image|URL", caught.value.message), caught.value
 
 
 def test_video_is_refused(client: Any, server: Server) -> None:
@@ -141,6 +156,29 @@ def test_an_unknown_chat_option_is_refused_by_name(client: Any, server: Server) 
     body = {"chat_template_kwargs": {"thnking": False}}
     with pytest.raises(openai.BadRequestError, match="thnking"):
         client.chat.completions.create(model=server.name, messages=ask("?"), max_tokens=2, extra_body=body)
+
+
+def test_documents_are_refused_rather_than_ignored(client: Any, server: Server) -> None:
+    for body in ({"documents": [{"text": "x"}]}, {"chat_template_kwargs": {"documents": [{"text": "x"}]}}):
+        with pytest.raises(openai.BadRequestError, match="documents"):
+            client.chat.completions.create(model=server.name, messages=ask("?"), max_tokens=2, extra_body=body)
+
+
+def test_arguments_nested_too_deeply_are_the_clients_error(client: Any, server: Server) -> None:
+    function = {"name": "f", "arguments": '{"a":' * 20_000 + "1" + "}" * 20_000}
+    call = {"id": "1", "type": "function", "function": function}
+    messages = [*ask("?"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError, match="nested too deeply"):
+        client.chat.completions.create(model=server.name, messages=messages, max_tokens=2)
+
+
+def test_tools_of_a_system_message_reach_the_prompt(client: Any, server: Server, long_memory_tiny: Path) -> None:
+    """vLLM's parsing keeps those of a developer message only."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    messages = [{"role": "system", "content": "x", "tools": [tool]}, *ask("?")]
+    reply = client.chat.completions.create(model=server.name, messages=messages, max_tokens=1)
+    encoded = chat.encode(messages, tokenizer=chat.load_tokenizer(long_memory_tiny), thinking_effort="max")
+    assert reply.usage.prompt_tokens == len(encoded.ids)
 
 
 def test_text_cannot_become_structure(client: Any, server: Server, long_memory_tiny: Path) -> None:

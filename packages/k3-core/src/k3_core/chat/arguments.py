@@ -119,12 +119,22 @@ def to_json(value: Any, where: str, compact: bool = False) -> str:
 
 
 def sort_keys(value: Any, where: str) -> Any:
-    """``value`` with the keys of every object sorted, recursively. Raises ChatError for keys that are no strings."""
+    """``value`` with the keys of every object sorted, recursively.
+
+    Raises ChatError for keys that are no strings, and for nesting deeper than Python recurses.
+    """
+    try:
+        return _sorted(value, where)
+    except RecursionError as error:
+        raise ChatError(f"{where} is nested too deeply") from error
+
+
+def _sorted(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         strange = [key for key in value if not isinstance(key, str)]
         if strange:
             raise ChatError(f"{where}: object keys must be strings, found {strange[0]!r}")
-        return {key: sort_keys(value[key], where) for key in sorted(value)}
+        return {key: _sorted(value[key], where) for key in sorted(value)}
     if isinstance(value, list | tuple):
-        return [sort_keys(item, where) for item in value]
+        return [_sorted(item, where) for item in value]
     return value

@@ -198,6 +198,8 @@ def plain_image(image: Any) -> Image.Image:
     Raises UnsupportedError for arrays and tensors: their mode is unknown, and the rules depend on it.
     """
     image = getattr(image, "media", image)
+    if image is None:
+        raise ImageError("an image part holds no image: its URL is empty or it gives a uuid alone; send the image")
     if not isinstance(image, Image.Image):
         raise UnsupportedError(f"an image must be a PIL image or an encoded file, not {type(image).__name__}")
     return image

@@ -7,12 +7,13 @@ included); ``--media-io-kwargs`` and the request's ``media_io_kwargs`` take prec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
 import requests
+from PIL import Image
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.inputs.preprocess import parse_dec_only_prompt
 from vllm.utils.async_utils import make_async
@@ -20,15 +21,15 @@ from vllm.utils.async_utils import make_async
 from k3_core import chat
 from k3_core.chat.options import ENCODE_OPTIONS, THINKING_OPTIONS
 from k3_core.chat.tools import drop_null_fields
-from k3_core.errors import ChatError, ImageError
-from k3_core.multimodal import image_prompt
+from k3_core.errors import ChatError, ConfigError, ImageError
+from k3_core.multimodal import MEDIA_PAD, image_prompt
 from k3_core.vllm import compat
 from k3_core.vllm.processor import plain_image
 
 #: chat_template_kwargs of requests that are ours to interpret; others are refused by name.
 _ENCODE = ("tools", *(name for name in ENCODE_OPTIONS if name not in (*THINKING_OPTIONS, "image_prompts")))
 #: What vLLM's entry points add for templates that are files; it has no meaning here.
-_IGNORED = ("chat_template", "return_dict", "tokenize", "documents", "return_assistant_tokens_mask")
+_IGNORED = ("chat_template", "return_dict", "tokenize", "return_assistant_tokens_mask")
 
 
 class KimiK3Renderer(BaseRenderer):
@@ -38,6 +39,8 @@ class KimiK3Renderer(BaseRenderer):
         super().__init__(config, tokenizer)
         self._render_async = make_async(self._render, executor=self._executor)
         self._server_options: frozenset[str] = frozenset()
+        if tokenizer is not None:
+            check_vocabulary(self.model_config, tokenizer.k3)
 
     def warmup(self, chat_params: Any) -> None:
         """Learn which chat options the server itself adds to every request, then warm up.
@@ -53,21 +56,21 @@ class KimiK3Renderer(BaseRenderer):
         Raises ChatError (400 for the client) for a conversation or an option that cannot be encoded.
         """
         sent = chat.remember_arguments(messages)
-        with _fetching():
+        with _clients_errors():
             conversation, mm_data, mm_uuids = compat.chat_utils().parse_chat_messages(
                 messages, self.model_config, **self._parse_options(params)
             )
-        conversation = chat.restore_arguments(conversation, sent)
+        conversation = _with_lost_fields(chat.restore_arguments(conversation, sent), messages)
         return self._finish(conversation, self._render(conversation, mm_data, params), mm_data, mm_uuids)
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         """See :meth:`render_messages`; encoding runs in the renderer's pool."""
         sent = chat.remember_arguments(messages)
-        with _fetching():
+        with _clients_errors():
             conversation, mm_data, mm_uuids = await compat.chat_utils().parse_chat_messages_async(
                 messages, self.model_config, **self._parse_options(params)
             )
-        conversation = chat.restore_arguments(conversation, sent)
+        conversation = _with_lost_fields(chat.restore_arguments(conversation, sent), messages)
         ids = await self._render_async(conversation, mm_data, params)
         return self._finish(conversation, ids, mm_data, mm_uuids)
 
@@ -103,13 +106,63 @@ class KimiK3Renderer(BaseRenderer):
         return conversation, prompt
 
 
+def check_vocabulary(model_config: Any, tokenizer: chat.K3Tokenizer) -> None:
+    """Refuse a config.json and a tiktoken.model of different checkpoints; another media id would turn text into images.
+
+    Raises ConfigError naming both values.
+    """
+    other = f"{tokenizer.source} belongs to another checkpoint"
+    media = getattr(model_config.hf_config, "media_placeholder_token_id", None)
+    if media is not None and media != tokenizer.media_pad_id:
+        raise ConfigError(
+            f"media_placeholder_token_id = {media}, but {MEDIA_PAD} is token {tokenizer.media_pad_id}; {other}"
+        )
+    size = model_config.get_vocab_size()
+    if tokenizer.vocab_size > size:
+        raise ConfigError(f"vocab_size = {size}, but the tokenizer has {tokenizer.vocab_size} tokens; {other}")
+
+
 @contextmanager
-def _fetching() -> Iterator[None]:
-    """An image that cannot be fetched is the client's error (400), not the server's (500 in vLLM up to 0.32)."""
+def _clients_errors() -> Iterator[None]:
+    """What vLLM up to 0.32 answers with 500 or 501 although the request is at fault: ImageError or ChatError (400).
+
+    Pictures that cannot be fetched, are no base64, lie on the server's own disk or are decompression bombs, and tool
+    call arguments nested deeper than Python's JSON reader goes.
+    """
     try:
         yield
     except (aiohttp.ClientError, requests.RequestException, OSError, TimeoutError) as error:
         raise ImageError(f"the image cannot be fetched: {error or type(error).__name__}") from error
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"the image is too large to decode, send a smaller one: {error}") from error
+    except NotImplementedError as error:
+        raise ImageError(f"the image's URL cannot be used: {error}") from error
+    except RecursionError as error:
+        raise ChatError("the arguments of a tool call in the messages are nested too deeply") from error
+    except RuntimeError as error:
+        if "local files" not in str(error):
+            raise
+        raise ImageError(f"the image cannot be read: {error}") from error
+
+
+def _with_lost_fields(conversation: Sequence[Any], messages: Sequence[Any]) -> list[Any]:
+    """``conversation`` with what vLLM's own parsing leaves out and the encoder either renders or refuses by name.
+
+    That is the ``tools`` of a system message (vLLM keeps a developer's only), ``function_call``, and the ``tool_calls``
+    of a message that is no assistant's. Messages are matched by position.
+    """
+    if len(conversation) != len(messages):
+        return list(conversation)
+    rows = []
+    for row, message in zip(conversation, messages, strict=True):
+        given = message if isinstance(message, Mapping) else {}
+        lost = {
+            key: given[key] for key in ("tools", "function_call", "tool_calls") if given.get(key) and not row.get(key)
+        }
+        if isinstance(lost.get("tools"), list):
+            lost["tools"] = drop_null_fields(lost["tools"])
+        rows.append({**row, **lost})
+    return rows
 
 
 def encode_options(params: Any, server_options: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -124,6 +177,8 @@ def encode_options(params: Any, server_options: frozenset[str] = frozenset()) ->
         raise ChatError("Kimi K3 has no chat template; leave out --chat-template and chat_template")
     if given.pop("continue_final_message", False):
         raise ChatError("continue_final_message is not supported: a Kimi K3 message cannot be left open by the client")
+    if given.pop("documents", None):
+        raise ChatError("documents are not supported: Kimi K3's chat format has no place for them; send them as text")
     unknown = sorted(set(given) - {*THINKING_OPTIONS, *_ENCODE, *_IGNORED, *server_options})
     if unknown:
         raise ChatError(f"chat_template_kwargs {unknown} are unknown; Kimi K3 knows {sorted(THINKING_OPTIONS)}")

@@ -18,7 +18,7 @@ from k3_core.chat.tools import drop_null_fields
 from k3_core.errors import ChatError, CheckpointError
 
 #: Options that callers pass to every tokenizer's chat template and that have no meaning here.
-_IGNORED = frozenset({"chat_template", "return_dict", "documents", "return_tensors", "return_assistant_tokens_mask"})
+_IGNORED = frozenset({"chat_template", "return_dict", "return_tensors", "return_assistant_tokens_mask"})
 
 
 def _byte_alphabet() -> list[str]:
@@ -211,6 +211,10 @@ class KimiK3Tokenizer:
             raise ChatError("continue_final_message is not supported: a Kimi K3 message cannot be left open")
         if kwargs.get("chat_template"):
             raise ChatError("Kimi K3 has no chat template to replace")
+        if kwargs.pop("documents", None):
+            raise ChatError(
+                "documents are not supported: Kimi K3's chat format has no place for them; send them as text"
+            )
         unknown = set(kwargs) - set(ENCODE_OPTIONS) - set(THINKING_OPTIONS) - _IGNORED
         if unknown:
             raise ChatError(f"unknown chat options {sorted(unknown)}")
