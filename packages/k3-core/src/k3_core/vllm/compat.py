@@ -155,7 +155,7 @@ def repository_json(model_config: Any, file: str) -> dict[str, Any]:
 
     try:
         raw = get_hf_file_to_dict(file, model_config.model, model_config.revision)
-    except ValueError as error:  # json.JSONDecodeError
+    except (ValueError, RecursionError) as error:  # not JSON, nested too deeply
         raise ConfigError(f"{model_config.model}/{file}: not valid JSON ({error})") from error
     if raw is None:
         raise ConfigError(f"{model_config.model}: no {file} found; Kimi K3 needs it")
@@ -192,6 +192,11 @@ def own_latent_attention(model_config: Any, width: int) -> None:
     sizes.head_size, sizes.total_num_kv_heads = width, 1
     if model_config.use_mla:
         raise RuntimeError("this release of vLLM decides about MLA elsewhere; set VLLM_MLA_DISABLE=1")
+
+
+def name_layer_kinds(model_config: Any, kinds: list[str]) -> None:
+    """Name the layers' kinds ("linear_attention", "attention"); vLLM 0.23 counts them by name on a CPU."""
+    model_config.hf_text_config.layers_block_type = kinds
 
 
 def own_quantization(model_config: Any) -> None:

@@ -36,6 +36,8 @@ class ReferenceHook:
             )
         compat.own_quantization(model_config)
         compat.own_latent_attention(model_config, latent_width(config.text))
+        kinds = [config.text.layer_kind(i) for i in range(config.text.num_hidden_layers)]
+        compat.name_layer_kinds(model_config, ["linear_attention" if kind == "kda" else "attention" for kind in kinds])
         if model_config.tokenizer_mode == "auto" and _has_k3_vocabulary(config):
             model_config.tokenizer_mode = "kimi_k3"
 
