@@ -58,6 +58,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         "disaggregation",
     ),
+    "weight offload": ({"cpu_offload_gb": 1}, "--cpu-offload-gb"),
+    "weight prefetch": ({"offload_group_size": 2}, "--offload-group-size"),
+    "KV cache dtype": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+    "state dtype": ({"mamba_ssm_cache_dtype": "float16"}, "--mamba-ssm-cache-dtype float16"),
     "quantization": ({"quantization": "fp8"}, "--quantization"),
     "dummy weights": ({"load_format": "dummy"}, "k3 tiny"),
 }

@@ -209,6 +209,12 @@ def own_quantization(model_config: Any) -> None:
             config.quantization_config = None
 
 
+def offloads_weights(vllm_config: Any) -> bool:
+    """Whether weights are to be kept off the device: fields of ``offload_config``, in all supported releases."""
+    offload = vllm_config.offload_config
+    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+
+
 def no_compilation(vllm_config: Any) -> None:
     """Skip vLLM's warm-up for compiled models; the reference is plain PyTorch and is not compiled."""
     from vllm.config import CompilationMode

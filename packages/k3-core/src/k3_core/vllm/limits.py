@@ -68,9 +68,8 @@ def not_now(vllm_config: Any) -> Iterator[str]:
         yield "KV transfer (prefill/decode disaggregation, KV offload) is not supported; leave out --kv-transfer-config"
     if getattr(vllm_config.cache_config, "kv_offloading_size", None):
         yield "KV offload is not supported; leave out --kv-offloading-size"
-    offload = getattr(vllm_config.cache_config, "cpu_offload_gb", 0)
-    if offload:
-        yield "weight offload is not supported; leave out --cpu-offload-gb"
+    if compat.offloads_weights(vllm_config):
+        yield "weight offload is not supported; leave out --cpu-offload-gb and --offload-group-size"
 
 
 def reference_only(vllm_config: Any) -> Iterator[str]:
