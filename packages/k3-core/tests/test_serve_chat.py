@@ -20,9 +20,11 @@ pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
 
 import chat_cases as cases
 import openai
-from serve_support import Server
+from PIL import Image
+from serve_support import Server, data_url
 
-from k3_core.chat import K3Tokenizer, encode, load_tokenizer, parse
+from k3_core.chat import K3Tokenizer, encode, image_prompt, load_tokenizer, parse
+from k3_core.multimodal import image_geometry
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
@@ -204,6 +206,25 @@ def test_a_random_soup_of_special_tokens_never_leaks(client: Any) -> None:
             other["usage"],
         )
         assert not any(marker in reply["reasoning"] + reply["content"] for marker in cases.MARKER_BYTES)
+
+
+def test_images(client: Any, tokenizer: K3Tokenizer) -> None:
+    """Two pictures bind to the two image parts; the placeholder typed in between stays text."""
+    sizes = [(56, 28), (30, 90)]
+    typed = "typed <|kimi_image_placeholder|> and <|media_pad|>"
+    parts: list[dict[str, Any]] = [{"type": "text", "text": typed}]
+    for size in sizes:
+        url = data_url(Image.new("RGB", size, "navy"))
+        parts[-1:] = [parts[-1], {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": typed}]
+    messages = [{"role": "user", "content": parts}]
+    prompts = [image_prompt(*size, image_geometry(*size).num_tokens) for size in sizes]
+    expected = encode(messages, tokenizer=tokenizer, image_prompts=prompts, thinking_effort="max")
+    text = f"two{CL}think{SP}{OP}response{SP}Boats{CL}response{SP}{CL}message{SP}"
+    reply = both(
+        client, messages=messages, **scripted([*tokenizer.encode(text, allow_special=True), tokenizer.end_of_msg_id])
+    )
+    assert (reply["reasoning"], reply["content"], reply["finish"]) == ("two", "Boats", "stop")
+    assert reply["usage"][0] == len(expected.ids)
 
 
 # --- structured output ----------------------------------------------------------------------------------------------
