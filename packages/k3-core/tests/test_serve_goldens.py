@@ -94,6 +94,20 @@ def test_a_chat_with_images_is_encoded_as_released(k3: Engine) -> None:
     assert_greedy(list(output.outputs[0].token_ids), case["greedy_fp32"][:4], case["greedy_margins_fp32"][:4])
 
 
+def test_bf16_stays_within_the_drift_of_the_release(k3_tiny: Path, start_engine: Callable[..., Engine]) -> None:
+    """BF16 weights and activations against the fp32 goldens, at the bounds of their README: rms 0.4, argmax 0.8."""
+    engine = start_engine(k3_tiny, **{**OPTIONS, "dtype": "bfloat16"})
+    table = golden_data.load_json("k3-tiny-goldens/text_fp32.json")
+    arrays = golden_data.arrays("k3-tiny-goldens/text_fp32.npz")
+    names = [name for name, prompt in table["prompts"].items() if len(prompt) >= 17 and f"{name}.logits" in arrays]
+    assert len(names) >= 3
+    outputs = engine.generate([table["prompts"][name] for name in names], 1, prompt_logprobs=-1)
+    for name, output in zip(names, outputs, strict=True):
+        served, golden = prompt_logits(output), arrays[f"{name}.logits"][:-1]
+        assert np.sqrt(np.mean((served - golden) ** 2)) <= 0.4
+        assert np.mean(served.argmax(-1) == golden.argmax(-1)) >= 0.8
+
+
 def test_kimi_linear(k3_linear_tiny: Path, start_engine: Callable[..., Engine]) -> None:
     """The other family: no attention residuals, BF16 experts, low-rank gates. Runs last: it replaces the engine."""
     check_text(start_engine(k3_linear_tiny, skip_tokenizer_init=True, **OPTIONS), "k3-linear-tiny-goldens")
