@@ -1,4 +1,4 @@
-"""KDA prefill, first kernel: everything inside a chunk of 64 tokens, all chunks and heads in parallel.
+"""KDA prefill, first two kernels: everything inside a chunk of 64 tokens, all chunks and heads in parallel.
 
 Per chunk and head (notation of k3_core.contracts.kda; G is the cumulative log decay, C = 64 tokens):
 
@@ -10,18 +10,21 @@ Per chunk and head (notation of k3_core.contracts.kda; G is the cumulative log d
     gamma [K]     exp(G_C)                                        fp32
 
 The chunk is two halves of 32 rows. Inside a half with a bounded gate (g >= -5) the decays are split at half of the
-half's total: exp(G_i - r) * exp(r - G_j) with r = G_32 / 2, so both exponents stay within 16 * 5 / ln 2 = 115 doublings,
-inside the exponent range of bf16 and fp32: one matrix product, no sub-tiles. Between the halves both factors are <= 1.
+half's total: exp(G_i - r) * exp(r - G_j) with r = G_32 / 2, so both exponents stay within 16 * 5 / ln 2 = 115
+doublings, inside the exponent range of bf16 and fp32: no sub-tiles. Between the halves both factors are <= 1.
 The same two exponentials serve everything else, multiplied by exp(r), one vector a half.
 Without a bound (Kimi-Linear's softplus) the chunk is cut by halving: a pair (i, j) meets at the middle of one 2, 4, ..
 64 block, where both factors are <= 1; one masked product a level.
 
-(I + M)^-1 by doubling: T <- T - between(T M T) for blocks of 2, 4, .. 64, where `between` keeps the block that joins two
-neighbours. Every factor is a piece of an inverse, so nothing grows as it does in a power series of M (equal keys with
+(I + M)^-1 by doubling: T <- T - between(T M T) for blocks of 2, 4, .. 64, where `between` keeps the block that joins
+two neighbours. Every factor is a piece of an inverse, so nothing grows as it does in a power series of M (equal keys with
 long memory would overflow that). Operands fp16: |M| <= 1, and eleven bits are what tf32 has, at twice its speed.
 
 Sources: the WY form of Yang et al. (DeltaNet); the blocked triangular inverse is standard dense linear algebra.
 """
+
+# Device functions have no Python types: their arguments are pointers and blocks.
+# mypy: allow-untyped-defs
 
 import triton
 import triton.language as tl
@@ -48,14 +51,21 @@ def _invert(M, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _level(g, SIZE: tl.constexpr, D: tl.constexpr):
-    """Decay factors <= 1 of one halving level: rows of a second half from the middle, rows of a first half to it."""
-    parts = tl.reshape(g, [32 // SIZE, 2, SIZE, D])
-    from_middle = tl.cumsum(parts, axis=2)
-    whole = tl.sum(parts, axis=2, keep_dims=True)
-    second = tl.arange(0, 2)[None, :, None, None] == 1
-    exponent = tl.where(second, from_middle, whole - from_middle)
-    return tl.exp2(tl.reshape(exponent, [64, D]))
+def _level(g, SIZE: tl.constexpr, UPCAST: tl.constexpr):
+    """Decay factors <= 1 of one halving level: rows of a second half from the middle, rows of a first half to it.
+
+    The sums are products with 0 and 1, g in three bfloat16 terms (24 bits, any range).
+    """
+    i = tl.arange(0, 64)[:, None]
+    j = tl.arange(0, 64)[None, :]
+    inside = ((i // SIZE) == (j // SIZE)) & tl.where((i // SIZE) % 2 == 1, j <= i, j > i)
+    ones = tl.where(inside, 1.0, 0.0).to(tl.bfloat16)
+    first = g.to(tl.bfloat16)
+    rest = g - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+    zero = tl.zeros([64, g.shape[1]], dtype=tl.float32)
+    return tl.exp2(dot(ones, first, dot(ones, second, dot(ones, third, zero, UPCAST), UPCAST), UPCAST))
 
 
 @triton.jit
@@ -67,7 +77,7 @@ def _pairs_unbounded(q, k, g, D: tl.constexpr, UPCAST: tl.constexpr):
     M = zero
     A = tl.where(i == j, tl.sum(q * k, axis=1)[:, None], 0.0)
     for level in tl.static_range(1, 7):
-        f = _level(g, 2 ** (level - 1), D)
+        f = _level(g, 2 ** (level - 1), UPCAST)
         kd = (k * f).to(tl.bfloat16)
         qd = (q * f).to(tl.bfloat16)
         between = ((i >> level) == (j >> level)) & ((i >> (level - 1)) > (j >> (level - 1)))
@@ -82,22 +92,62 @@ def _rows(ptr, at, stride, col, mask, WIDTH: tl.constexpr):
     return tl.load(ptr + at[:, None] * stride + col + tl.arange(0, WIDTH)[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
-def _scale(ptr, at, stride, col, mask, D: tl.constexpr):
-    """1 / sqrt(sum of squares + 1e-6) of each row."""
-    x = _rows(ptr, at, stride, col, mask, D).to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
+@triton.jit(do_not_specialize=["num_heads"])
+def kda_prepare_kernel(
+    q_ptr, k_ptr, z_ptr, a_log_ptr, dt_bias_ptr, lower_bound, chunk_ptr, scale_ptr, g_ptr, middle_ptr,
+    q_stride, k_stride, z_stride, num_heads,
+    BOUNDED: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads, 2 chunks), one warp each: reciprocal norms, and with SPLIT cumulative decays, of half a chunk.
+
+    scale_ptr fp32 [chunks, N, 2, 64] (q with D^-0.5, k), g_ptr fp32 [chunks, N, 64, D] base-2 G of the half, middle_ptr
+    fp32 [chunks, N, 2, D] half of its total. A thread owns its channels and walks the rows, so that the sum needs no
+    exchange: inside kda_chunk_kernel a scan over rows was a quarter of the instructions. Reading q and k here also
+    leaves them in the L2.
+    """
+    head = tl.program_id(0)
+    chunk = tl.program_id(1) // 2
+    half = tl.program_id(1) % 2
+    token = tl.load(chunk_ptr + chunk * 4)
+    rows = tl.load(chunk_ptr + chunk * 4 + 1)
+    c = tl.arange(0, D)
+    rate = tl.exp(tl.load(a_log_ptr + head))
+    bias = tl.load(dt_bias_ptr + head * D + c)
+    place = chunk.to(tl.int64) * num_heads + head
+    r = tl.arange(0, GROUP)
+    for group in tl.static_range(0, 32 // GROUP):
+        row = half * 32 + group * GROUP + r
+        at = (token + row).to(tl.int64)
+        mask = (row < rows)[:, None]
+        q = tl.load(q_ptr + at[:, None] * q_stride + head * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + at[:, None] * k_stride + head * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        scale_at = scale_ptr + place * 128 + row
+        tl.store(scale_at, tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * (D**-0.5))
+        tl.store(scale_at + 64, tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6))
+    if SPLIT:
+        z_at = z_ptr + (token + half * 32).to(tl.int64) * z_stride + head * D + c
+        g_at = g_ptr + place * (64 * D) + half * (32 * D) + c
+        G = tl.zeros([D], dtype=tl.float32)
+        for group in tl.static_range(0, 32 // GROUP):
+            loaded = ()
+            for n in tl.static_range(0, GROUP):
+                here = half * 32 + group * GROUP + n < rows
+                loaded = loaded + (tl.load(z_at + (group * GROUP + n) * z_stride, mask=here & (c >= 0), other=0.0),)
+            for n in tl.static_range(0, GROUP):
+                here = half * 32 + group * GROUP + n < rows
+                g = gate_log2(loaded[n].to(tl.float32), rate, bias, lower_bound, BOUNDED)
+                G += tl.where(here, g, 0.0)
+                tl.store(g_at + (group * GROUP + n) * D, G)
+        tl.store(middle_ptr + (place * 2 + half) * D + c, 0.5 * G)
 
 
 @triton.jit
 def _split_part(
-    q, k, g, M, A, i, qg_at, kg_at, gamma_at, UPCAST: tl.constexpr,
+    q, k, G, middle1, middle2, M, A, i, qg_at, kg_at, gamma_at, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Adds some key channels to M and A, stores Qg, Kg and gamma of them; returns (M, A, K exp G)."""
     upper = (i >= 32)[:, None]
-    middle1 = 0.5 * tl.sum(tl.where(upper, 0.0, g), axis=0)[None, :]
-    middle2 = 0.5 * tl.sum(tl.where(upper, g, 0.0), axis=0)[None, :]
-    relative = tl.cumsum(g, axis=0) - tl.where(upper, 2.0 * middle1 + middle2, middle1)
+    relative = G - tl.where(upper, middle2, middle1)
     half1 = tl.exp2(middle1)
     half2 = tl.exp2(middle2)
     k_up = k * tl.exp2(-relative)
@@ -137,12 +187,15 @@ def _halved_part(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def kda_chunk_kernel(
-    q_ptr, k_ptr, v_ptr, z_ptr, beta_ptr, a_log_ptr, dt_bias_ptr, lower_bound,
+    q_ptr, k_ptr, v_ptr, z_ptr, scale_ptr, g_ptr, middle_ptr, beta_ptr, a_log_ptr, dt_bias_ptr, lower_bound,
     chunk_ptr, w_ptr, ut_ptr, qg_ptr, kg_ptr, a_ptr, gamma_ptr,
     q_stride, k_stride, v_stride, z_stride, beta_stride, num_heads,
     BOUNDED: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, chunks); chunk_ptr int32 [chunks, 4]: first token, rows, sequence, index in its sequence."""
+    """Grid (heads, chunks); chunk_ptr int32 [chunks, 4]: first token, rows, sequence, index in its sequence.
+
+    Norms, and with SPLIT G and its middles, come from kda_prepare_kernel; otherwise z is read here.
+    """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     token = tl.load(chunk_ptr + chunk * 4)
@@ -153,24 +206,29 @@ def kda_chunk_kernel(
     at = (token + i).to(tl.int64)
     place = chunk.to(tl.int64) * num_heads + head
     rate = tl.exp(tl.load(a_log_ptr + head))
-    q_scale = _scale(q_ptr, at, q_stride, head * D, mask, D) * (D**-0.5)
-    k_scale = _scale(k_ptr, at, k_stride, head * D, mask, D)
+    q_scale = tl.load(scale_ptr + place * 128 + i)[:, None]
+    k_scale = tl.load(scale_ptr + place * 128 + 64 + i)[:, None]
     M = tl.zeros([64, 64], dtype=tl.float32)
     A = tl.zeros([64, 64], dtype=tl.float32)
     c = tl.arange(0, PART)
     starts = ()
     for part in tl.static_range(0, D // PART):
         col = head * D + part * PART
-        bias = tl.load(dt_bias_ptr + col + c)[None, :]
-        z = _rows(z_ptr, at, z_stride, col, mask, PART).to(tl.float32)
-        g = tl.where(mask, gate_log2(z, rate, bias, lower_bound, BOUNDED), 0.0)
         k = _rows(k_ptr, at, k_stride, col, mask, PART).to(tl.float32) * k_scale
         q = _rows(q_ptr, at, q_stride, col, mask, PART).to(tl.float32) * q_scale
         tile = place * (64 * D) + i[:, None] * D + part * PART + c[None, :]
         gamma_at = gamma_ptr + place * D + part * PART + c[None, :]
         if SPLIT:
-            M, A, start = _split_part(q, k, g, M, A, i, qg_ptr + tile, kg_ptr + tile, gamma_at, UPCAST)
+            G = tl.load(g_ptr + tile)
+            middle_at = middle_ptr + place * (2 * D) + part * PART + c[None, :]
+            M, A, start = _split_part(
+                q, k, G, tl.load(middle_at), tl.load(middle_at + D), M, A, i, qg_ptr + tile, kg_ptr + tile, gamma_at,
+                UPCAST,
+            )  # fmt: skip
         else:
+            bias = tl.load(dt_bias_ptr + col + c)[None, :]
+            z = _rows(z_ptr, at, z_stride, col, mask, PART).to(tl.float32)
+            g = tl.where(mask, gate_log2(z, rate, bias, lower_bound, BOUNDED), 0.0)
             M, A, start = _halved_part(q, k, g, M, A, i, qg_ptr + tile, kg_ptr + tile, gamma_at, PART, UPCAST)
         starts = starts + (start,)
     A = tl.where(i[:, None] >= i[None, :], A, 0.0)

@@ -1,21 +1,28 @@
-"""Device functions that every KDA kernel shares: gate, normalisation, activation, and a product the interpreter can run.
+"""Device functions that every KDA kernel shares: gate, activation, and a product that the interpreter can run.
 
 Formulas: k3_core.contracts.kda. All of it is fp32. Decays are kept in base 2 (g * log2 e) because the hardware
 exponentiates in base 2; only exponentials of bounded differences are formed.
 """
 
+# Device functions have no Python types: their arguments are pointers and blocks.
+# mypy: allow-untyped-defs
+
 import triton
 import triton.language as tl
 
-#: exp of at most this many doublings is formed by the bounded-gate form, see `kda_chunk`: half of 32 tokens at the bound.
+#: The bounded-gate form exponentiates at most this many doublings: half of 32 tokens at the bound, see `kda_chunk`.
 MAX_HALF_RANGE = 120.0
 LOG2E = 1.4426950408889634
 
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)); saturates to 0 and 1 without NaN."""
-    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+    """1 / (1 + exp(-x)) as the square of a reciprocal root: one special instruction where a division takes ten.
+
+    Saturates to 0 and 1 without NaN.
+    """
+    r = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return r * r
 
 
 @triton.jit

@@ -23,7 +23,7 @@ class PrefillPlan:
     """Device tables of one packed batch.
 
     chunks int32 [num_chunks, 4]: first token, rows, sequence, index in its sequence. segments int32 [num_segments, 4]:
-    first chunk, chunks, sequence, flags (FIRST, LAST, SEVERAL). order int32 [num_local]: segments that have a successor.
+    first chunk, chunks, sequence, flags (FIRST, LAST, SEVERAL). order int32 [num_local]: segments with a successor.
     scans int32 [num_scans, 2]: first segment and segment count of sequences of more than two segments.
     """
 

@@ -1,7 +1,8 @@
 """kda_prefill, short_conv and gated_norm: launchers with the signatures of the operator table.
 
-Prefill is one to four launches: chunks (kda_chunk), then, where the cost model cuts sequences into segments, local
-and scan passes, then outputs (kda_segment). The workspace holds 72 KiB a chunk and head plus 128 KiB a segment and head.
+Prefill is three to five launches: norms and cumulative gates, chunks (kda_chunk), then, where the cost model cuts
+sequences into segments, local and scan passes, then outputs (kda_segment). The workspace holds 108 KiB a chunk and head
+plus 128 KiB a segment and head at D = 128.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ from torch import Tensor
 from k3_core.errors import UnsupportedError
 from k3_core.operators import CallSpec
 from k3_nvidia.kernels import kda_checks as checks
-from k3_nvidia.kernels.kda_chunk import CHUNK, kda_chunk_kernel
+from k3_nvidia.kernels.kda_chunk import CHUNK, kda_chunk_kernel, kda_prepare_kernel
 from k3_nvidia.kernels.kda_conv import gated_norm_kernel, short_conv_kernel
+from k3_nvidia.kernels.kda_launch import Launcher
 from k3_nvidia.kernels.kda_math import LOG2E, MAX_HALF_RANGE
 from k3_nvidia.kernels.kda_plan import PrefillPlan, plan_prefill
 from k3_nvidia.kernels.kda_segment import kda_local_kernel, kda_output_kernel, kda_scan_kernel
 from k3_nvidia.tuning import kda as tuning
 
+_gated_norm = Launcher(gated_norm_kernel)
+_chunk = Launcher(kda_chunk_kernel)
+_local = Launcher(kda_local_kernel)
+_output = Launcher(kda_output_kernel)
+_prepare = Launcher(kda_prepare_kernel)
+_scan = Launcher(kda_scan_kernel)
+_short_conv = Launcher(short_conv_kernel)
 _BF16 = (torch.bfloat16,)
 _FLOATS = (torch.bfloat16, torch.float32)
 _F32 = (torch.float32,)
@@ -87,20 +96,35 @@ def kda_prefill(
     )
     a = torch.empty(plan.num_chunks * heads, CHUNK * CHUNK, dtype=torch.bfloat16, device=q.device)
     gamma = torch.empty(plan.num_chunks * heads, dim, dtype=torch.float32, device=q.device)
+    bound, split = float(lower_bound or 0.0), fits_split(lower_bound)
+    places = plan.num_chunks * heads
+    scale = torch.empty(places, 2 * CHUNK, dtype=torch.float32, device=q.device)
+    g, middle = gamma, gamma  # not read unless the gate is bounded
+    if split:
+        g = torch.empty(places, CHUNK * dim, dtype=torch.float32, device=q.device)
+        middle = torch.empty(places, 2 * dim, dtype=torch.float32, device=q.device)
+    _prepare(
+        (heads, 2 * plan.num_chunks),
+        q, k, z, a_log, dt_bias, bound, plan.chunks, scale, g, middle,
+        *(checks.row_stride(x) for x in (q, k, z)), heads,
+        BOUNDED=lower_bound is not None, SPLIT=split, D=dim, **tuning.launch("prepare"),
+    )  # fmt: skip
     options = tuning.launch("chunk")
     options["PART"] = min(options["PART"], dim)
-    kda_chunk_kernel[(heads, plan.num_chunks)](
-        q, k, v, z, beta, a_log, dt_bias, float(lower_bound or 0.0),
+    _chunk(
+        (heads, plan.num_chunks),
+        q, k, v, z, scale, g, middle, beta, a_log, dt_bias, bound,
         plan.chunks, w, ut, qg, kg, a, gamma,
         *(checks.row_stride(x) for x in (q, k, v, z, beta)), heads,
-        BOUNDED=lower_bound is not None, SPLIT=fits_split(lower_bound), D=dim, UPCAST=upcast, **options,
+        BOUNDED=lower_bound is not None, SPLIT=split, D=dim, UPCAST=upcast, **options,
     )  # fmt: skip
     start = gamma  # not read unless a sequence was cut
     if plan.order.numel():
         start = _cross_segments(w, ut, kg, gamma, recurrent_state, slot_mapping, has_initial_state, plan, heads, dim)
     options = tuning.launch("output")
     options["BR"] = min(options["BR"], dim)
-    kda_output_kernel[(dim // options["BR"], heads, plan.num_segments)](
+    _output(
+        (dim // options["BR"], heads, plan.num_segments),
         w, ut, qg, kg, a, gamma, plan.chunks, plan.segments, start, out,
         recurrent_state, slot_mapping, has_initial_state,
         checks.row_stride(out), recurrent_state.stride(0), slot_mapping.stride(0), heads,
@@ -121,15 +145,24 @@ def _cross_segments(
     lo = torch.empty(size, dtype=torch.bfloat16, device=w.device)
     options = tuning.launch("local")
     options["BR"] = min(options["BR"], dim)
-    kda_local_kernel[(2 * dim // options["BR"], heads, plan.order.numel())](
+    _local(
+        (2 * dim // options["BR"], heads, plan.order.numel()),
         w, ut, kg, gamma, plan.segments, plan.order, start, hi, lo,
         recurrent_state, slots, init, recurrent_state.stride(0), slots.stride(0), heads,
         D=dim, UPCAST=upcast, **options,
     )  # fmt: skip
     if plan.scans.numel():
         options = tuning.launch("scan")
-        kda_scan_kernel[(dim // options["BR"], heads, plan.scans.shape[0])](
-            start, hi, lo, plan.scans, heads, D=dim, UPCAST=upcast, **options
+        _scan(
+            (dim // options["BR"], heads, plan.scans.shape[0]),
+            start,
+            hi,
+            lo,
+            plan.scans,
+            heads,
+            D=dim,
+            UPCAST=upcast,
+            **options,
         )
     return start
 
@@ -194,7 +227,8 @@ def short_conv(
     if plan.num_chunks == 0:
         return out
     options = tuning.launch("conv")
-    short_conv_kernel[(-(-channels // options["BC"]), plan.num_chunks)](
+    _short_conv(
+        (-(-channels // options["BC"]), plan.num_chunks),
         x, weight, conv_state, out, plan.chunks, cu_seqlens, slot_mapping, has_initial_state,
         checks.row_stride(x), checks.row_stride(out), weight.stride(0), *conv_state.stride(), slot_mapping.stride(0),
         channels, **options,
@@ -217,7 +251,8 @@ def gated_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, *, out: Tens
     if tokens * heads == 0:
         return out
     options = tuning.launch("norm")
-    gated_norm_kernel[(-(-tokens * heads // options["ROWS"]),)](
+    _gated_norm(
+        (-(-tokens * heads // options["ROWS"]),),
         o, gate, weight, out, checks.row_stride(o), checks.row_stride(gate), checks.row_stride(out), eps, tokens, heads,
         D=dim, **options,
     )  # fmt: skip

@@ -8,11 +8,14 @@ S_out = S_in P + B, because each row of S (V-major) moves by itself: s <- s (dia
     scan    S_{i+1} = S_i P_i + B_i over the few segments of a sequence, P in two bf16 terms, S in two bf16 terms
     output  every segment from its true start: U - W S^T, outputs, state
 
-A sequence of one segment needs only the output pass. Rows are the M side of the matrix products and the state is their A
-operand straight from registers: accumulators [rows, K] become bf16 operands without going through shared memory.
+A sequence of one segment needs only the output pass. Rows are the M side of the matrix products and the state is their
+A operand straight from registers: accumulators [rows, K] become bf16 operands without going through shared memory.
 
 Sources: chunkwise delta rule as in kda_chunk; scanning affine maps over segments is the classical two-level scan.
 """
+
+# Device functions have no Python types: their arguments are pointers and blocks.
+# mypy: allow-untyped-defs
 
 import triton
 import triton.language as tl
@@ -91,7 +94,7 @@ def kda_scan_kernel(
     start_ptr, hi_ptr, lo_ptr, scan_ptr, num_heads,
     BR: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (D / BR, heads, cut sequences); scan_ptr int32 [sequences, 2]: first segment, segments. In place in start."""
+    """Grid (D / BR, heads, cut sequences); scan_ptr int32 [sequences, 2]: first segment, segments. Start in place."""
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     head = tl.program_id(1)
     first = tl.load(scan_ptr + tl.program_id(2) * 2)

@@ -1,18 +1,24 @@
-"""KDA decode and verification in one kernel: convolution, SiLU, gate, recurrence, gated norm, both states.
+"""KDA decode and verification: convolution, SiLU, gate, recurrence, gated norm, both states.
 
-A program owns one head of one row and keeps its whole state [V, K] in registers: one read and, per token, one write of
-64 KiB, which is all the traffic that matters (the other operands are under 3 % of it). The state loads are issued
-first; the convolution and the gate run while they are in flight. Both reductions over K are taken before the update,
+State traffic is all that matters (the other operands are under 3 % of it): 64 KiB read and, per token, written a head.
 
-    e = v - S' k,  u = beta e,  S = S' + u k^T,  o = S' q + u (k . q)        with S' = S diag(exp g),
+decode  one program a (row, head). The state is walked in blocks of BV value rows whose loads are in flight ahead of the
+        arithmetic (asynchronous copies to shared memory); the convolution and the gate run meanwhile.
+verify  one program a (row, head, block of BV value rows), the block in registers over 1 + n tokens, a state written
+        after every token; a second small kernel norms the outputs and moves the conv state, which all blocks have read.
 
-so they don't wait for each other. Rows of V never meet except in the norm, where all of a head is in the program.
+Per token, with raw q and k and their reciprocal norms rq (D^-0.5 included) and rk as late scalars:
 
-Verification runs the same step over 1 + n tokens: start slot and conv column from the accepted count, a state written
-after every token. Null and padding rows (slot <= 0) write zeros and touch no state. Offsets are 64 bit.
+    S' = S diag(exp g)      a = S' k      b = S' q          two reductions that don't wait for each other
+    u  = beta (v - rk a) rk                S = S' + u k^T    o = rq (b + u (k . q))
+
+Null and padding rows (slot <= 0) write zeros and touch no state. Offsets are 64 bit. No host wait, graph safe.
 
 Formulas: k3_core.contracts.kda; slots and columns of verification: the operator table.
 """
+
+# Device functions have no Python types: their arguments are pointers and blocks.
+# mypy: allow-untyped-defs
 
 from __future__ import annotations
 
@@ -24,109 +30,236 @@ from torch import Tensor
 from k3_core.errors import UnsupportedError
 from k3_core.operators import CallSpec
 from k3_nvidia.kernels import kda_checks as checks
+from k3_nvidia.kernels.kda_launch import Launcher
 from k3_nvidia.kernels.kda_math import gate_log2, sigmoid
 from k3_nvidia.tuning import kda as tuning
 
 
-@triton.jit(do_not_specialize=["slot_stride", "slot_column_stride", "tokens", "padded_rows"])
-def kda_step_kernel(
+@triton.jit
+def _inner(a, b):
+    """a . b as a [1] tensor, reduced inside each warp: every warp that uses a row vector holds all of it."""
+    return tl.sum((a * b)[None, :], axis=1)
+
+
+@triton.jit
+def _zero_rows(out_ptr, first, count, out_stride, head, D: tl.constexpr):
+    """Zeros for one head of rows first .. first + count."""
+    c = tl.arange(0, D)
+    for t in tl.range(0, count):
+        at = (first + t).to(tl.int64) * out_stride + head * D + c
+        tl.store(out_ptr + at, tl.zeros([D], dtype=out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _block_step(S, q, k, v, decay, beta, rq, rk, kq):
+    """One token for a block of value rows: (new S, o)."""
+    S = S * decay[None, :]
+    a = tl.sum(S * k[None, :], axis=1)
+    b = tl.sum(S * q[None, :], axis=1)
+    u = beta * (v - rk * a) * rk
+    return S + u[:, None] * k[None, :], rq * (b + u * kq)
+
+
+@triton.jit
+def _norm(o, weight, gate, eps, D: tl.constexpr):
+    """rms_norm(o) * weight * sigmoid(gate) of one head."""
+    return o * tl.rsqrt(tl.sum(o * o, axis=0) * (1.0 / D) + eps) * weight * sigmoid(gate)
+
+
+@triton.jit(do_not_specialize=["slot_stride"])
+def kda_decode_kernel(
     qkv_ptr, z_ptr, beta_ptr, gate_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, conv_ptr, state_ptr,
-    slot_ptr, accepted_ptr, cu_ptr, out_ptr, lower_bound, eps,
+    slot_ptr, out_ptr, o_ptr, lower_bound, eps,
     qkv_stride, z_stride, beta_stride, gate_stride, out_stride, weight_stride,
-    conv_stride, channel_stride, column_stride, state_stride, slot_stride, slot_column_stride, tokens, padded_rows,
-    BOUNDED: tl.constexpr, VERIFY: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    conv_stride, channel_stride, column_stride, state_stride, slot_stride,
+    BOUNDED: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, rows). Decode: row = token. Verify: row = sequence, tokens cu[row]..cu[row + 1]."""
+    """Grid (heads, rows). o_ptr fp32 [rows, H, D] is scratch of the program that owns the row and
+    head, unused when one block holds all value rows."""
     head = tl.program_id(0)
     row = tl.program_id(1)
-    c = tl.arange(0, D)
-    slot_at = slot_ptr + row.to(tl.int64) * slot_stride
-    slot = tl.load(slot_at).to(tl.int64)
-    source = slot
-    column0 = 0
-    first = row
-    count = 1
-    if VERIFY:
-        first = tl.load(cu_ptr + row)
-        count = tl.load(cu_ptr + row + 1) - first
-        last = tl.load(cu_ptr + padded_rows)
-        for t in tl.range(0, tokens - last - row, padded_rows):
-            at = (last + row + t).to(tl.int64) * out_stride + head * D + c
-            tl.store(out_ptr + at, tl.zeros([D], dtype=out_ptr.dtype.element_ty))
+    slot = tl.load(slot_ptr + row.to(tl.int64) * slot_stride).to(tl.int64)
     if slot <= 0:
-        for t in tl.range(0, count):
-            at = (first + t).to(tl.int64) * out_stride + head * D + c
-            tl.store(out_ptr + at, tl.zeros([D], dtype=out_ptr.dtype.element_ty))
-    elif count > 0:
-        if VERIFY:
-            column0 = tl.load(accepted_ptr + row) - 1
-            source = tl.load(slot_at + column0.to(tl.int64) * slot_column_stride).to(tl.int64)
-        tile = c[:, None] * D + c[None, :]
-        S = tl.load(state_ptr + (source * state_stride + head * (D * D)) + tile).to(tl.float32)
+        _zero_rows(out_ptr, row, 1, out_stride, head, D)
+    else:
+        c = tl.arange(0, D)
+        r = tl.arange(0, BV)
+        state_at = state_ptr + (slot * state_stride + head * (D * D)) + r[:, None] * D + c[None, :]
+        if BV == D:
+            whole = tl.load(state_at)
         # q | k | v | z of this head as one flat vector: each element is loaded by one thread, and `gather` hands the
         # parts to the layouts of the state. Loads written per part would be repeated by every thread that uses them.
+        token = row.to(tl.int64)
         e = tl.arange(0, 4 * D)
         part = e // D
         channel = (part * H + head) * D + e % D
         here = part < 3
+        conv_at = conv_ptr + slot * conv_stride + channel.to(tl.int64) * channel_stride
         w_at = weight_ptr + channel.to(tl.int64) * weight_stride
+        h0 = tl.load(conv_at, mask=here, other=0.0)
+        h1 = tl.load(conv_at + column_stride, mask=here, other=0.0)
+        h2 = tl.load(conv_at + 2 * column_stride, mask=here, other=0.0)
+        x = tl.load(qkv_ptr + token * qkv_stride + channel, mask=here, other=0.0)
+        y = tl.load(w_at, mask=here, other=0.0) * h0.to(tl.float32)
+        y += tl.load(w_at + 1, mask=here, other=0.0) * h1.to(tl.float32)
+        y += tl.load(w_at + 2, mask=here, other=0.0) * h2.to(tl.float32)
+        y += tl.load(w_at + 3, mask=here, other=0.0) * x.to(tl.float32)
+        z = tl.load(z_ptr + token * z_stride + head * D + e - 3 * D, mask=part == 3, other=0.0).to(tl.float32)
+        z += tl.load(dt_bias_ptr + head * D + e - 3 * D, mask=part == 3, other=0.0)
+        rate = tl.exp(tl.load(a_log_ptr + head))
+        beta = tl.load(beta_ptr + token * beta_stride + head)
+        # Each thread moves its own columns; where the vector is shorter than the block, copies of it must have read.
+        if D < 128:
+            tl.debug_barrier()
+        tl.store(conv_at, h1, mask=here)
+        tl.store(conv_at + column_stride, h2, mask=here)
+        tl.store(conv_at + 2 * column_stride, x, mask=here)
+        # Rounded like the tensor that the separate convolution writes; the fourth part is the decay.
+        y = (y * sigmoid(y)).to(x.dtype).to(tl.float32)
+        y = tl.where(here, y, tl.exp2(gate_log2(z, rate, 0.0, lower_bound, BOUNDED)))
+        q = tl.gather(y, c, 0)
+        k = tl.gather(y, c + D, 0)
+        decay = tl.gather(y, c + 3 * D, 0)
+        rq = tl.rsqrt(_inner(q, q) + 1e-6) * (D**-0.5)
+        rk = tl.rsqrt(_inner(k, k) + 1e-6)
+        kq = _inner(k, q)
+        if BV == D:
+            last = tl.load(gate_ptr + token * gate_stride + head * D + e, mask=part == 0, other=0.0).to(tl.float32)
+            last += tl.load(norm_ptr + e - D, mask=part == 1, other=0.0).to(tl.float32)
+            S, o = _block_step(whole.to(tl.float32), q, k, tl.gather(y, r + 2 * D, 0), decay, beta, rq, rk, kq)
+            tl.store(state_at, S.to(state_ptr.dtype.element_ty))
+            o = _norm(o, tl.gather(last, r + D, 0), tl.gather(last, r, 0), eps, D)
+            tl.store(out_ptr + token * out_stride + head * D + r, o.to(out_ptr.dtype.element_ty))
+        else:
+            o_at = o_ptr + (token * H + head) * D
+            for n in tl.range(0, D // BV, num_stages=STAGES):
+                S = tl.load(state_at + n * (BV * D)).to(tl.float32)
+                v = tl.gather(y, n * BV + r + 2 * D, 0)
+                S, o = _block_step(S, q, k, v, decay, beta, rq, rk, kq)
+                tl.store(state_at + n * (BV * D), S.to(state_ptr.dtype.element_ty))
+                tl.store(o_at + n * BV + r, o)
+            tl.debug_barrier()
+            gate = tl.load(gate_ptr + token * gate_stride + head * D + c).to(tl.float32)
+            o = _norm(tl.load(o_at + c), tl.load(norm_ptr + c).to(tl.float32), gate, eps, D)
+            tl.store(out_ptr + token * out_stride + head * D + c, o.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["slot_stride", "slot_column_stride"])
+def kda_verify_kernel(
+    qkv_ptr, z_ptr, beta_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, conv_ptr, state_ptr,
+    slot_ptr, accepted_ptr, cu_ptr, o_ptr, lower_bound,
+    qkv_stride, z_stride, beta_stride, weight_stride,
+    conv_stride, channel_stride, column_stride, state_stride, slot_stride, slot_column_stride,
+    BOUNDED: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Grid (D / BV, heads, sequences): states of every token and o fp32 [T, H, D] before the norm."""
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    slot_at = slot_ptr + row.to(tl.int64) * slot_stride
+    slot = tl.load(slot_at).to(tl.int64)
+    first = tl.load(cu_ptr + row)
+    count = tl.load(cu_ptr + row + 1) - first
+    if (slot > 0) & (count > 0):
+        column0 = (tl.load(accepted_ptr + row) - 1).to(tl.int64)
+        source = tl.load(slot_at + column0 * slot_column_stride).to(tl.int64)
+        c = tl.arange(0, D)
+        r = block * BV + tl.arange(0, BV)
+        tile = head * (D * D) + r[:, None] * D + c[None, :]
+        S = tl.load(state_ptr + source * state_stride + tile).to(tl.float32)
+        e = tl.arange(0, 4 * D)
+        part = e // D
+        channel = (part * H + head) * D + e % D
+        here = part < 3
+        conv_at = conv_ptr + slot * conv_stride + channel.to(tl.int64) * channel_stride + column0 * column_stride
+        w_at = weight_ptr + channel.to(tl.int64) * weight_stride
+        h0 = tl.load(conv_at, mask=here, other=0.0).to(tl.float32)
+        h1 = tl.load(conv_at + column_stride, mask=here, other=0.0).to(tl.float32)
+        h2 = tl.load(conv_at + 2 * column_stride, mask=here, other=0.0).to(tl.float32)
         w0 = tl.load(w_at, mask=here, other=0.0)
         w1 = tl.load(w_at + 1, mask=here, other=0.0)
         w2 = tl.load(w_at + 2, mask=here, other=0.0)
         w3 = tl.load(w_at + 3, mask=here, other=0.0)
-        conv_at = conv_ptr + slot * conv_stride + channel.to(tl.int64) * channel_stride
-        old_at = conv_at
-        if VERIFY:
-            old_at = conv_at + column0.to(tl.int64) * column_stride
-        h0 = tl.load(old_at, mask=here, other=0.0)
-        h1 = tl.load(old_at + column_stride, mask=here, other=0.0)
-        h2 = tl.load(old_at + 2 * column_stride, mask=here, other=0.0)
+        bias = tl.load(dt_bias_ptr + head * D + e - 3 * D, mask=part == 3, other=0.0)
         rate = tl.exp(tl.load(a_log_ptr + head))
-        fixed = tl.load(dt_bias_ptr + head * D + e, mask=part == 0, other=0.0)
-        fixed += tl.load(norm_ptr + e - D, mask=part == 1, other=0.0).to(tl.float32)
-        bias = tl.gather(fixed, c, 0)
-        norm = tl.gather(fixed, c + D, 0)
-        if VERIFY:
-            # Threads may share these columns: nobody overwrites one that another has still to read.
+        token = first.to(tl.int64)
+        x = tl.load(qkv_ptr + token * qkv_stride + channel, mask=here, other=0.0)
+        z = tl.load(z_ptr + token * z_stride + head * D + e - 3 * D, mask=part == 3, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + token * beta_stride + head)
+        for j in tl.range(0, count):
+            target = tl.load(slot_at + j * slot_column_stride).to(tl.int64)
+            y = w0 * h0 + w1 * h1 + w2 * h2 + w3 * x.to(tl.float32)
+            y = (y * sigmoid(y)).to(x.dtype).to(tl.float32)
+            y = tl.where(here, y, tl.exp2(gate_log2(z, rate, bias, lower_bound, BOUNDED)))
+            h0 = h1
+            h1 = h2
+            h2 = x.to(tl.float32)
+            now = beta
+            o_at = o_ptr + (token * H + head) * D + r
+            # The next token's inputs travel while this one is computed.
+            token = (first + tl.minimum(j + 1, count - 1)).to(tl.int64)
+            x = tl.load(qkv_ptr + token * qkv_stride + channel, mask=here, other=0.0)
+            z = tl.load(z_ptr + token * z_stride + head * D + e - 3 * D, mask=part == 3, other=0.0).to(tl.float32)
+            beta = tl.load(beta_ptr + token * beta_stride + head)
+            q = tl.gather(y, c, 0)
+            k = tl.gather(y, c + D, 0)
+            decay = tl.gather(y, c + 3 * D, 0)
+            v = tl.gather(y, r + 2 * D, 0)
+            rq = tl.rsqrt(_inner(q, q) + 1e-6) * (D**-0.5)
+            rk = tl.rsqrt(_inner(k, k) + 1e-6)
+            S, o = _block_step(S, q, k, v, decay, now, rq, rk, _inner(k, q))
+            if target > 0:
+                tl.store(state_ptr + target * state_stride + tile, S.to(state_ptr.dtype.element_ty))
+            tl.store(o_at, o)
+
+
+@triton.jit(do_not_specialize=["slot_stride", "tokens", "padded_rows"])
+def kda_verify_finish_kernel(
+    qkv_ptr, gate_ptr, norm_ptr, conv_ptr, slot_ptr, accepted_ptr, cu_ptr, o_ptr, out_ptr, eps,
+    qkv_stride, gate_stride, out_stride, conv_stride, channel_stride, column_stride, slot_stride, tokens, padded_rows,
+    H: tl.constexpr, D: tl.constexpr, QP: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads, sequences): norm of o, new conv columns, zeros in padding. QP: a power of two >= 1 + num_spec."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    slot = tl.load(slot_ptr + row.to(tl.int64) * slot_stride).to(tl.int64)
+    first = tl.load(cu_ptr + row)
+    count = tl.load(cu_ptr + row + 1) - first
+    last = tl.load(cu_ptr + padded_rows)
+    c = tl.arange(0, D)
+    for t in tl.range(0, tokens - last - row, padded_rows):
+        _zero_rows(out_ptr, last + row + t, 1, out_stride, head, D)
+    if slot <= 0:
+        _zero_rows(out_ptr, first, count, out_stride, head, D)
+    elif count > 0:
+        j = tl.arange(0, QP)
+        token = (first + j).to(tl.int64)[:, None]
+        mask = (j < count)[:, None]
+        o = tl.load(o_ptr + (token * H + head) * D + c[None, :], mask=mask, other=0.0)
+        gate = tl.load(gate_ptr + token * gate_stride + head * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        norm = tl.load(norm_ptr + c).to(tl.float32)[None, :]
+        o = o * tl.rsqrt(tl.sum(o * o, axis=1) * (1.0 / D) + eps)[:, None] * norm * sigmoid(gate)
+        tl.store(out_ptr + token * out_stride + head * D + c[None, :], o.to(out_ptr.dtype.element_ty), mask=mask)
+        column0 = (tl.load(accepted_ptr + row) - 1).to(tl.int64)
+        e = tl.arange(0, 4 * D)
+        channel = (e // D * H + head) * D + e % D
+        here = e < 3 * D
+        conv_at = conv_ptr + slot * conv_stride + channel.to(tl.int64) * channel_stride
+        h1 = tl.load(conv_at + (column0 + 1) * column_stride, mask=here, other=0.0)
+        h2 = tl.load(conv_at + (column0 + 2) * column_stride, mask=here, other=0.0)
+        # Each thread moves its own channels, in this order; see kda_decode_kernel.
+        if D < 128:
             tl.debug_barrier()
         tl.store(conv_at, h1, mask=here)
         tl.store(conv_at + column_stride, h2, mask=here)
-        new_at = conv_at + 2 * column_stride
-        for j in tl.range(0, count):
-            token = (first + j).to(tl.int64)
-            x = tl.load(qkv_ptr + token * qkv_stride + channel, mask=here, other=0.0)
-            z = tl.load(z_ptr + token * z_stride + head * D + e - 3 * D, mask=part == 3, other=0.0)
-            gate = tl.load(gate_ptr + token * gate_stride + head * D + e, mask=part == 0, other=0.0).to(tl.float32)
-            beta = tl.load(beta_ptr + token * beta_stride + head)
-            y = w0 * h0.to(tl.float32) + w1 * h1.to(tl.float32) + w2 * h2.to(tl.float32) + w3 * x.to(tl.float32)
-            # Rounded like the tensor that the separate convolution writes.
-            y = (y * sigmoid(y)).to(x.dtype).to(tl.float32) + z.to(tl.float32)
-            tl.store(new_at, x, mask=here)
-            if VERIFY:
-                new_at += column_stride
-                h0 = h1
-                h1 = h2
-                h2 = x
-            q = tl.gather(y, c, 0)
-            k = tl.gather(y, c + D, 0)
-            v = tl.gather(y, c + 2 * D, 0)
-            z = tl.gather(y, c + 3 * D, 0)
-            q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (D**-0.5))
-            k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-            kq = tl.sum(k * q, axis=0)
-            S = S * tl.exp2(gate_log2(z, rate, bias, lower_bound, BOUNDED))[None, :]
-            u = beta * (v - tl.sum(S * k[None, :], axis=1))
-            o = tl.sum(S * q[None, :], axis=1) + u * kq
-            S = S + u[:, None] * k[None, :]
-            target = slot
-            if VERIFY:
-                target = tl.load(slot_at + j * slot_column_stride).to(tl.int64)
-            if target > 0:
-                tl.store(state_ptr + (target * state_stride + head * (D * D)) + tile, S.to(state_ptr.dtype.element_ty))
-            o = o * tl.rsqrt(tl.sum(o * o, axis=0) * (1.0 / D) + eps) * norm * sigmoid(tl.gather(gate, c, 0))
-            tl.store(out_ptr + token * out_stride + head * D + c, o.to(out_ptr.dtype.element_ty))
+        for n in tl.range(0, count):
+            x = tl.load(qkv_ptr + (first + n).to(tl.int64) * qkv_stride + channel, mask=here, other=0.0)
+            tl.store(conv_at + (n + 2) * column_stride, x, mask=here)
 
 
+_decode = Launcher(kda_decode_kernel)
+_verify_finish = Launcher(kda_verify_finish_kernel)
+_verify = Launcher(kda_verify_kernel)
 _FLOATS = (torch.bfloat16, torch.float32)
 
 
@@ -159,9 +292,18 @@ def kda_decode(
     out = _check_step("kda_decode", qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state,
                       recurrent_state, 3, out)  # fmt: skip
     checks.check_index("kda_decode", "slot_mapping", slot_mapping, (qkv.shape[0],))
-    if qkv.shape[0]:
-        _launch(qkv, z, beta, gate, conv_weight, a_log, dt_bias, lower_bound, o_norm_weight, o_norm_eps, conv_state,
-                recurrent_state, slot_mapping, None, None, out)  # fmt: skip
+    rows, heads, dim = z.shape
+    if rows == 0:
+        return out
+    scratch = torch.empty(rows, heads, dim, dtype=torch.float32, device=qkv.device)
+    _decode(
+        (heads, rows),
+        qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state, recurrent_state,
+        slot_mapping, out, scratch, float(lower_bound or 0.0), o_norm_eps,
+        *(checks.row_stride(x) for x in (qkv, z, beta, gate, out, conv_weight)),
+        *conv_state.stride(), recurrent_state.stride(0), slot_mapping.stride(0),
+        BOUNDED=lower_bound is not None, H=heads, D=dim, **tuning.step_launch("decode", rows * heads, dim),
+    )  # fmt: skip
     return out
 
 
@@ -197,8 +339,24 @@ def kda_verify(
     checks.check_vector(op, "cu_seqlens", cu_seqlens, (rows + 1,), torch.int32)
     if rows == 0:
         return out.zero_()
-    _launch(qkv, z, beta, gate, conv_weight, a_log, dt_bias, lower_bound, o_norm_weight, o_norm_eps, conv_state,
-            recurrent_state, slot_mapping, num_accepted, cu_seqlens, out)  # fmt: skip
+    tokens, heads, dim = z.shape
+    scratch = torch.empty(tokens, heads, dim, dtype=torch.float32, device=qkv.device)
+    options = tuning.step_launch("verify", rows * heads, dim)
+    _verify(
+        (dim // options["BV"], heads, rows),
+        qkv, z, beta, conv_weight, a_log, dt_bias, conv_state, recurrent_state,
+        slot_mapping, num_accepted, cu_seqlens, scratch, float(lower_bound or 0.0),
+        *(checks.row_stride(x) for x in (qkv, z, beta, conv_weight)),
+        *conv_state.stride(), recurrent_state.stride(0), *slot_mapping.stride(),
+        BOUNDED=lower_bound is not None, H=heads, D=dim, **options,
+    )  # fmt: skip
+    _verify_finish(
+        (heads, rows),
+        qkv, gate, o_norm_weight, conv_state, slot_mapping, num_accepted, cu_seqlens, scratch, out, o_norm_eps,
+        *(checks.row_stride(x) for x in (qkv, gate, out)),
+        *conv_state.stride(), slot_mapping.stride(0), tokens, rows,
+        H=heads, D=dim, QP=triton.next_power_of_2(columns), num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -224,22 +382,3 @@ def _check_step(
         return torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     checks.check_rows(op, "out", out, (tokens, heads, dim), _FLOATS)
     return out
-
-
-def _launch(
-    qkv: Tensor, z: Tensor, beta: Tensor, gate: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor,
-    lower_bound: float | None, o_norm_weight: Tensor, o_norm_eps: float, conv_state: Tensor, recurrent_state: Tensor,
-    slots: Tensor, num_accepted: Tensor | None, cu_seqlens: Tensor | None, out: Tensor,
-) -> None:  # fmt: skip
-    tokens, heads, dim = z.shape
-    rows = slots.shape[0]
-    verify = num_accepted is not None
-    kda_step_kernel[(heads, rows)](
-        qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state, recurrent_state,
-        slots, num_accepted if verify else slots, cu_seqlens if verify else slots, out,
-        float(lower_bound or 0.0), o_norm_eps,
-        *(checks.row_stride(x) for x in (qkv, z, beta, gate, out, conv_weight)),
-        *conv_state.stride(), recurrent_state.stride(0), slots.stride(0), slots.stride(1) if verify else 0,
-        tokens, rows,
-        BOUNDED=lower_bound is not None, VERIFY=verify, H=heads, D=dim, **tuning.launch("verify" if verify else "step"),
-    )  # fmt: skip

@@ -12,7 +12,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-CANDIDATES = (4, 5, 6, 8, 10, 11, 12, 13, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+MAX_SEGMENTS = 64
+MIN_CHUNKS = 3
 
 
 @cache
@@ -29,7 +30,7 @@ def launch(kernel: str) -> dict[str, Any]:
 
 
 def step_launch(kernel: str, programs: int, dim: int) -> dict[str, Any]:
-    """Launch keywords of decode or verify for this many (row, head) pairs: the first entry whose limit is not passed."""
+    """Launch keywords of decode or verify for this many (row, head) pairs: the first entry that reaches that far."""
     for entry in table()[kernel]:
         if entry["up_to"] is None or programs <= entry["up_to"]:
             options = {k: v for k, v in entry.items() if v is not None and k != "up_to"}
@@ -40,8 +41,8 @@ def step_launch(kernel: str, programs: int, dim: int) -> dict[str, Any]:
 def segment_length(chunks: Sequence[int], heads: int, dim: int, multiprocessors: int | None = None) -> int:
     """Chunks a segment that the cost model likes best for sequences of these many chunks; 0 means uncut.
 
-    The passes are chains of steps of one chunk. A pass lasts as long as its longest chain, or as long as all its
-    chains need on all multiprocessors, whichever is more; half a chain is added for the ragged end of the latter.
+    The passes are chains of steps of one chunk. A few waves of equal chains last that many chains; many waves even out,
+    half a chain is added for their ragged end.
     """
     data = table()
     units = multiprocessors or data["multiprocessors"]
@@ -49,20 +50,25 @@ def segment_length(chunks: Sequence[int], heads: int, dim: int, multiprocessors:
     rows_local = 2 * max(dim // data["local"]["BR"], 1)
     rows_output = max(dim // data["output"]["BR"], 1)
 
-    def length(chain: int, work: float, places: int) -> float:
-        return max(float(chain), work / places + 0.5 * chain if work > places * chain else 0.0)
+    def steps(chain: int, chains: int, work: int, places: int) -> float:
+        waves = -(-chains // places)
+        return float(chain * waves) if waves <= 4 else work / places + 0.5 * chain
 
     def estimate(cut: int) -> float:
-        longest = max(min(c, cut) for c in chunks)
-        output = length(longest, heads * rows_output * sum(chunks), units * slots["output"]) * cost["output"]
-        split = [c for c in chunks if c > cut]
-        if not split:
+        pieces = [-(-c // cut) for c in chunks]
+        longest = max(-(-c // n) for c, n in zip(chunks, pieces, strict=True))
+        output = steps(longest, heads * rows_output * sum(pieces), heads * rows_output * sum(chunks),
+                       units * slots["output"]) * cost["output"]  # fmt: skip
+        more = sum(n - 1 for n in pieces)
+        if not more:
             return output
-        local = length(longest, heads * rows_local * sum(c - cut for c in split), units * slots["local"])
-        segments = max(-(-c // cut) for c in split)
-        return output + local * cost["local"] + segments * cost["scan"] + cost["cut"]
+        chains = heads * rows_local * more
+        local = steps(longest, chains, chains * longest, units * slots["local"])
+        return output + local * cost["local"] + max(pieces) * cost["scan"] + cost["cut"]
 
     longest = max(chunks, default=0)
-    options = [c for c in CANDIDATES if c < longest] + [longest]
-    best = min(options, key=estimate) if longest else 0
+    if longest <= MIN_CHUNKS:
+        return 0
+    options = {max(-(-longest // n), MIN_CHUNKS) for n in range(1, MAX_SEGMENTS + 1)}
+    best = min(sorted(options, reverse=True), key=estimate)
     return 0 if best >= longest else best

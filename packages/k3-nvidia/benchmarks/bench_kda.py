@@ -1,0 +1,286 @@
+"""KDA on one GPU: prefill, decode, verification and their neighbours against vLLM's kernels and the byte floor.
+
+``python bench.py --rows kda`` (``--slice prefill`` and so on for a part). Every row is checked against the fp64
+contract before it is timed. Prefill rows carry three figures a side: cold eager time (launches included), the same
+inside a CUDA graph (device time), and the error against fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import rival_kda
+import torch
+from harness import Results, copy_bandwidth, relative_error, require, table, time_pair_cold, time_pair_graph
+
+from k3_core.contracts import kda as contract
+from k3_nvidia.kernels import kda_plan, kda_prefill, kda_step
+
+BOUND = -5.0
+DIM = 128
+GRAPH_BYTES = 160 << 20  # state touched by the input sets of one graph: several times the L2
+
+HEADLINES = [(6, (8192,)), (12, (8192,)), (6, (32768,)), (12, (32768,)), (96, (8192,))]
+SWEEP = [
+    (heads, lengths)
+    for lengths in (
+        (1024,),
+        (2048,) * 4,
+        (512,) * 16,
+        (4096,),
+        (1024,) * 8,
+        (8192,) * 4,
+        (7000, 900, 200, 92),
+        (16384,),
+    )
+    for heads in (6, 12, 24, 48, 96)
+    if heads * sum(lengths) <= 96 * 16384
+]
+DECODE = [
+    *((12, n) for n in (1, 8, 32, 64, 128, 256)),
+    *((6, n) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+    *((24, n) for n in (32, 128)),
+    *((96, n) for n in (8, 32, 128)),
+]
+VERIFY = [(heads, n, spec) for heads in (6, 12) for spec in (1, 3, 7) for n in (1, 8, 32, 64)]
+
+
+def prefill_case(heads: int, lengths: Sequence[int], seed: int = 0, long_memory: bool = True) -> dict[str, Any]:
+    """Random inputs; gates from the bound to near one (dt_bias spread as in the checkpoints), half the states new."""
+    torch.manual_seed(seed)
+    tokens, sequences = sum(lengths), len(lengths)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda")
+
+    qkv = normal(tokens, 3 * heads * DIM).bfloat16()
+    q, k, v = (normal(tokens, heads, DIM).bfloat16() for _ in range(3))
+    bias = -6.0 * torch.rand(heads, DIM, device="cuda") if long_memory else normal(heads, DIM)
+    return dict(
+        qkv=qkv, q=q, k=k, v=v, z=normal(tokens, heads, DIM).bfloat16(), gate=normal(tokens, heads, DIM).bfloat16(),
+        beta=torch.sigmoid(normal(tokens, heads)), a_log=normal(heads) * 0.3, dt_bias=bias, lower_bound=BOUND,
+        conv_weight=normal(3 * heads * DIM, 4), o_norm_weight=normal(DIM), o_norm_eps=1e-5,
+        conv_state=normal(sequences + 1, 3, 3 * heads * DIM).bfloat16().transpose(1, 2),
+        recurrent_state=normal(sequences + 1, heads, DIM, DIM),
+        slot_mapping=(torch.randperm(sequences, device="cuda") + 1).int(),
+        has_initial_state=torch.arange(sequences, device="cuda") % 2 == 1,
+    )  # fmt: skip
+
+
+def boundaries(lengths: Sequence[int]) -> torch.Tensor:
+    """cu_seqlens on the CPU, as the scheduler has them."""
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def ours_prefill(case: dict[str, Any], cu: torch.Tensor, plan: kda_plan.PrefillPlan, out: torch.Tensor) -> Any:
+    names = ("q", "k", "v", "z", "beta", "a_log", "dt_bias", "lower_bound", "recurrent_state", "slot_mapping")
+    args = [case[n] for n in names]
+    first = case["has_initial_state"]
+    return lambda: kda_prefill.kda_prefill(*args, cu, first, out=out, plan=plan)
+
+
+def expected_prefill(case: dict[str, Any], cu: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp64 outputs and final states of the first `heads` heads."""
+    slots = case["slot_mapping"].long()
+    first = case["has_initial_state"].view(-1, 1, 1, 1)
+    start = torch.where(first, case["recurrent_state"][slots, :heads], torch.zeros((), device="cuda")).double()
+    q, k, v, z = (case[n][:, :heads].double() for n in ("q", "k", "v", "z"))
+    g = contract.gate(z, case["a_log"][:heads].double(), case["dt_bias"][:heads].double(), BOUND)
+    return contract.chunked(q, k, v, g, case["beta"][:, :heads].double(), start, cu.cuda(), chunk=64)
+
+
+def prefill_row(heads: int, lengths: Sequence[int]) -> dict[str, Any]:
+    case, cu = prefill_case(heads, lengths), boundaries(lengths)
+    device_cu = cu.cuda()
+    plan = kda_plan.plan_prefill(cu, heads, "cuda")
+    saved = case["recurrent_state"].clone()
+    out = torch.full_like(case["q"], math.nan)
+    shown = min(heads, 3 if sum(lengths) <= 8192 else 1)
+    o, state = expected_prefill(case, cu, shown)
+    slots = case["slot_mapping"].long()
+    ours = ours_prefill(case, device_cu, plan, out)
+    theirs = rival_kda.prefill(case, device_cu)
+    row: dict[str, Any] = {"segments": plan.num_segments, "chunks": plan.num_chunks}
+    ours()
+    row["errors"] = [relative_error(out[:, :shown], o), relative_error(case["recurrent_state"][slots, :shown], state)]
+    require(max(row["errors"]) < 8e-3, f"prefill {heads} {lengths[:4]}: errors {row['errors']}")
+    require(bool(out.isfinite().all()), "prefill left rows unwritten")
+    case["recurrent_state"].copy_(saved)
+    if theirs is not None:
+        got, final = theirs()
+        row["rival_error"] = [relative_error(got[:, :shown], o), relative_error(final[:, :shown], state)]
+    sides = [ours] + ([theirs] if theirs else [])
+    cold, graph = time_pair_cold(sides, 10), time_pair_graph(sides, 8)
+    floor = sum(lengths) * heads * (DIM * 10 + 4) + len(lengths) * heads * DIM * DIM * 8
+    row |= {"cold_us": cold[0], "graph_us": graph[0], "floor_bytes": floor}
+    if theirs is not None:
+        row |= {"rival_cold_us": cold[1], "rival_graph_us": graph[1], "rival": "FlashKDA (vLLM)",
+                "cold_ratio": cold[0] / cold[1], "graph_ratio": graph[0] / graph[1]}  # fmt: skip
+    return row
+
+
+def layer_row(heads: int, lengths: Sequence[int]) -> dict[str, Any]:
+    """From the projections to the gated norm."""
+    case, cu = prefill_case(heads, lengths), boundaries(lengths)
+    device_cu = cu.cuda()
+    plan = kda_plan.plan_prefill(cu, heads, "cuda")
+    tokens = sum(lengths)
+    mixed = torch.empty_like(case["qkv"])
+    o, y = torch.empty_like(case["q"]), torch.full_like(case["q"], math.nan)
+    slots, first = case["slot_mapping"], case["has_initial_state"]
+    case["q"], case["k"], case["v"] = (x.view(tokens, heads, DIM) for x in mixed.split(heads * DIM, dim=1))
+    core = ours_prefill(case, device_cu, plan, o)
+
+    def ours() -> torch.Tensor:
+        kda_prefill.short_conv(
+            case["qkv"], case["conv_weight"], case["conv_state"], slots, device_cu, first, out=mixed, plan=plan
+        )
+        core()
+        return kda_prefill.gated_norm(o, case["gate"], case["o_norm_weight"], case["o_norm_eps"], out=y)
+
+    old = torch.where(first.view(-1, 1, 1), case["conv_state"][slots.long()], torch.zeros((), device="cuda"))
+    saved = case["recurrent_state"].clone()
+    ours()
+    case["recurrent_state"].copy_(saved)
+    x, _ = contract.short_conv(case["qkv"].double(), case["conv_weight"].double(), old.double(), cu)
+    require(relative_error(mixed, x) < 3e-3, "short_conv")
+    want, _ = expected_prefill(case, cu, 1)
+    want = contract.output_norm(want, case["gate"][:, :1].double(), case["o_norm_weight"].double(), 1e-5)
+    error = relative_error(y[:, :1], want)
+    require(error < 1e-2, f"conv to norm: error {error}")
+    theirs = rival_kda.prefill_layer(case, device_cu)
+    sides = [ours] + ([theirs] if theirs else [])
+    cold = time_pair_cold(sides, 10)
+    row: dict[str, Any] = {"errors": [error], "cold_us": cold[0], "graph_us": time_pair_graph([ours], 8)[0]}
+    if theirs is not None:
+        row |= {"rival_cold_us": cold[1], "cold_ratio": cold[0] / cold[1], "rival": "3 conv + FlashKDA + norm (vLLM)"}
+        try:
+            row["rival_graph_us"] = time_pair_graph([theirs], 8)[0]
+            row["graph_ratio"] = row["graph_us"] / row["rival_graph_us"]
+        except Exception as error_graph:
+            row["rival_graph_us"] = f"not capturable: {str(error_graph)[:120]}"
+    return row
+
+
+def step_case(heads: int, rows: int, spec: int, seed: int) -> dict[str, Any]:
+    """Random inputs of a decode (spec 0) or verification step; conv state channel-contiguous (SD), slots shuffled."""
+    torch.manual_seed(seed)
+    count, columns = rows * (1 + spec), 3 + spec
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda")
+
+    slots = (torch.randperm(count, device="cuda") + 1).int()
+    case: dict[str, Any] = dict(
+        qkv=normal(count, 3 * heads * DIM).bfloat16(), z=normal(count, heads, DIM).bfloat16(),
+        beta=torch.sigmoid(normal(count, heads)), gate=normal(count, heads, DIM).bfloat16(),
+        conv_weight=normal(3 * heads * DIM, 4), a_log=normal(heads) * 0.3, dt_bias=normal(heads, DIM) - 2,
+        lower_bound=BOUND, o_norm_weight=normal(DIM), o_norm_eps=1e-5,
+        conv_state=normal(count + 1, columns, 3 * heads * DIM).bfloat16().transpose(1, 2),
+        recurrent_state=normal(count + 1, heads, DIM, DIM), slot_mapping=slots if not spec else slots.view(rows, -1),
+    )  # fmt: skip
+    if spec:
+        case["num_accepted"] = torch.randint(1, 2 + spec, (rows,), device="cuda", dtype=torch.int32)
+        case["cu_seqlens"] = torch.arange(rows + 1, device="cuda", dtype=torch.int32) * (1 + spec)
+    return case
+
+
+def check_step(heads: int, rows: int, spec: int) -> float:
+    """Error of outputs and states against fp64; raises CheckFailed."""
+    case = step_case(heads, rows, spec, 99)
+    old_conv, old_state = case["conv_state"].double(), case["recurrent_state"].double()
+    out = torch.full_like(case["z"], math.nan)
+    (kda_step.kda_verify if spec else kda_step.kda_decode)(**case, out=out)
+    slots, weight = case["slot_mapping"].long(), case["conv_weight"].double()
+    count = case["z"].shape[0]
+    cu = case["cu_seqlens"] if spec else torch.arange(count + 1)
+    if spec:
+        x, conv = contract.short_conv_verify(
+            case["qkv"].double(), weight, old_conv[slots[:, 0]], case["num_accepted"], cu
+        )
+    else:
+        x, conv = contract.short_conv(case["qkv"].double(), weight, old_conv[slots], cu)
+    q, k, v = (y.reshape(count, heads, DIM) for y in x.bfloat16().double().chunk(3, -1))
+    g = contract.gate(case["z"].double(), case["a_log"].double(), case["dt_bias"].double(), BOUND)
+    beta = case["beta"].double()
+    if spec:
+        o, state = contract.verify(q, k, v, g, beta, old_state[slots], case["num_accepted"], cu)
+        conv_slots = slots[:, 0]
+    else:
+        o, state = contract.recurrent(q, k, v, g, beta, old_state[slots], cu)
+        conv_slots = slots
+    want = contract.output_norm(o, case["gate"].double(), case["o_norm_weight"].double(), 1e-5)
+    errors = (relative_error(out, want), relative_error(case["recurrent_state"][slots], state))
+    require(errors[0] < 4e-3 and errors[1] < 1e-5, f"step {heads}x{rows} spec {spec}: errors {errors}")
+    require(bool((case["conv_state"][conv_slots].double() == conv).all()), "conv state differs")
+    return errors[0]
+
+
+def step_row(heads: int, rows: int, spec: int) -> dict[str, Any]:
+    error = check_step(heads, min(rows, 8), spec)
+    traffic = rows * heads * DIM * DIM * 4 * (2 + spec)
+    sets = [step_case(heads, rows, spec, n) for n in range(max(2, min(8, GRAPH_BYTES // traffic)))]
+    kernel = kda_step.kda_verify if spec else kda_step.kda_decode
+    outs = [torch.empty_like(c["z"]) for c in sets]
+    sides: list[list[Any]] = [[lambda c=c, o=o: kernel(**c, out=o) for c, o in zip(sets, outs, strict=True)]]
+    names: list[str] = []
+    makers: list[Any] = [rival_kda.verify_parts] if spec else [rival_kda.decode_fused, rival_kda.decode_parts]
+    for make in makers:
+        calls = [make(c) for c in sets]
+        if all(c is not None for c in calls):
+            sides.append(calls)
+            names.append(make.__name__)
+    graph = time_pair_graph(sides, 12, repeat=1)
+    row: dict[str, Any] = {"errors": [error], "graph_us": graph[0], "floor_bytes": traffic}
+    for name, us in zip(names, graph[1:], strict=True):
+        row |= {f"{name}_us": us, f"{name}_ratio": graph[0] / us}
+    return row
+
+
+def with_floor(row: dict[str, Any] | None, copy: dict[int, float]) -> dict[str, Any] | None:
+    """Adds the time of a copy of the same size and the ratio to it."""
+    if row and "floor_bytes" in row and "floor_us" not in row:
+        size = 1 << max(20, min(32, math.ceil(math.log2(row["floor_bytes"]))))
+        if size not in copy:
+            copy[size] = copy_bandwidth(size)
+        row["floor_us"] = row["floor_bytes"] / copy[size] * 1e6
+        row["floor_ratio"] = row["graph_us"] / row["floor_us"]
+    return row
+
+
+def plan_rows() -> list[tuple[str, Any]]:
+    """(key, measurement) of every row, the ones with targets first."""
+    rows: list[tuple[str, Any]] = []
+    for heads, lengths in HEADLINES:
+        rows.append((f"prefill h{heads} {lengths[0]}x1", lambda h=heads, s=lengths: prefill_row(h, s)))
+    rows += [(f"decode h{h} n{n}", lambda h=h, n=n: step_row(h, n, 0)) for h, n in DECODE]
+    rows += [(f"layer h{h} 8192x1", lambda h=h: layer_row(h, (8192,))) for h in (6, 12)]
+    rows += [(f"verify h{h} n{n} spec{s}", lambda h=h, n=n, s=s: step_row(h, n, s)) for h, n, s in VERIFY]
+    for heads, lengths in SWEEP:
+        same = len(set(lengths)) == 1
+        label = f"{lengths[0]}x{len(lengths)}" if same else "ragged " + "+".join(map(str, lengths))
+        rows.append((f"prefill h{heads} {label}", lambda h=heads, s=lengths: prefill_row(h, s)))
+    return rows
+
+
+def run(out: Path, slices: Sequence[str]) -> None:
+    """Measures what is missing in <out>/kda.json and prints a table."""
+    results = Results(out / "kda.json")
+    copy: dict[int, float] = {}
+    shown: list[list[Any]] = []
+    for key, measure in plan_rows():
+        if slices and not any(s in key for s in slices):
+            continue
+        row = with_floor(results.row(key, measure), copy)
+        results.save()
+        torch.cuda.empty_cache()
+        if row is None or isinstance(row.get("error"), str):
+            shown.append([key, (row or {}).get("error", "")[:150]])
+        else:
+            ratios = {k.removesuffix("_ratio"): round(v, 3) for k, v in row.items() if k.endswith("_ratio")}
+            shown.append([key, f"{row['graph_us']:.1f} us", " ".join(f"{k} {v}" for k, v in ratios.items())])
+        print("  ".join(map(str, shown[-1])), flush=True)
+    print(table([[*r, ""][:3] for r in shown], ["row", "graph", "ratios"]))
