@@ -119,7 +119,7 @@ class Rival:
         tokens = hidden.shape[0]
 
         def run() -> torch.Tensor:
-            with set_forward_context(None, self.config, num_tokens=tokens):
+            with torch.no_grad(), set_forward_context(None, self.config, num_tokens=tokens):
                 logits = self.gate(hidden)
                 logits = logits[0] if isinstance(logits, tuple) else logits
                 out: torch.Tensor = self.runner(hidden_states=latent, router_logits=logits)

@@ -60,7 +60,7 @@ def plan2(v: tuple[int, ...], narrow: bool) -> Plan:
         bn, bx, mt, warps, stages, rows = v
         return Plan(bn, 4, 4, 4, 4, mt, 4, warps, stages, rows, 1024, False, bx)
     bn, bx, mt, kt, warps, stages = v
-    return Plan(bn, 4, 4, 4, 4, mt, kt, warps, stages, 0, 1024, False, bx)
+    return Plan(bn, 4, 4, 4, 4, mt, kt, warps, stages, 0, 1024, False, bx, mt)
 
 
 class Bench:

@@ -80,7 +80,7 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
                 out.append((f"w2 {width} plan{i}", experts_gemm.w2_kernel,
                             {**common, "MT": p.mt2, "K1": k1, "K2": k2, "HAS2": True, "BX": p.extra_n, "STAGES": p.stages2},
                             p.warps2, p.stages2, {}))  # fmt: skip
-        out.append((f"w2 wide plan{i}", experts_gemm.w2_wide_kernel, {**common, "MT": p.mt2, "KT": p.kt2, "BX": p.extra_n},
+        out.append((f"w2 wide plan{i}", experts_gemm.w2_wide_kernel, {**common, "MT": p.wide_mt, "KT": p.kt2, "BX": p.extra_n},
                     p.warps2, p.stages2, {}))  # fmt: skip
     wide = {"BN": 16, "WIDE": True, "PDL": False, "INTERPRET": False, "MT": 4, "KT": 4, "BX": 0, "ACT": 1}
     out.append(("w13 wide scales", experts_gemm.w13_kernel, wide, 4, 4, {}))
@@ -102,7 +102,7 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
                 {"TK": 16, "BLOCK": 1024, "HAS_MAP": False, "PDL": True}, 4, 3, {}))  # fmt: skip
     out.append(("situ", situ.situ_kernel, {"ACT": 1, "BLOCK": 1024}, 4, 3, {}))
     names = ("low_ptr", "high_ptr", "low_scale_ptr", "high_scale_ptr")
-    out.append(("repack", moe_repack.repack_kernel, {"KC": 8}, 4, 3, dict.fromkeys(names, "*u8")))
+    out.append(("repack", moe_repack.repack_kernel, {"KC": 4}, 4, 3, dict.fromkeys(names, "*u8")))
     return out
 
 

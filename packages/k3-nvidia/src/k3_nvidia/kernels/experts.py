@@ -119,7 +119,7 @@ def run_w2(y: torch.Tensor, weights: SwizzledExperts, lst: Worklist, plan: Plan)
             STAGES=plan.stages2, INTERPRET=interpreting(), num_warps=plan.warps2, num_stages=plan.stages2, **options,
         )  # fmt: skip
         return d
-    kt = _largest_divisor(kb, plan.kt2)
+    mt, kt = _largest_divisor(mb, plan.wide_mt), _largest_divisor(kb, plan.kt2)
     w2_wide_kernel[(lst.max_items * (mb // mt),)](
         *common, *strides, mb, kb, latent,
         MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, WIDE=weights.wide_scales, PDL=pdl, INTERPRET=interpreting(),

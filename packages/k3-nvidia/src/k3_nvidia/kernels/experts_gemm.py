@@ -77,15 +77,14 @@ def _plain_value(bits, scale, half: tl.constexpr):
 
 @triton.jit
 def decode_tile(codes, scale, MT: tl.constexpr, KT: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Codes [MT, KT, 256] and scale words [MT, KT, 32] -> the four operands [16 MT, 16 KT] (columns 16 p .. of each block).
+    """Codes [MT, KT, 256] and scale words [MT, KT, 8] -> the four operands [16 MT, 16 KT] (columns 16 p .. of each block).
 
-    bf16; fp32 in the interpreter. Four lanes hold the same scale word: loading it so makes its layout the codes' own, and
-    nothing moves between lanes.
+    bf16; fp32 in the interpreter.
     """
     shape: tl.constexpr = (MT, KT, 8, 4, 2, 2, 2)  # g, t, u, r, h
     codes = tl.reshape(codes, shape)
     pair = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 2, 1)) * 16
-    scale = tl.reshape(scale, (MT, KT, 8, 4, 1, 1, 1)) >> pair  # the two bytes of row half r come down
+    scale = tl.reshape(scale, (MT, KT, 8, 1, 1, 1, 1)) >> pair  # the two bytes of row half r come down
     if INTERPRET:
         scale = tl.broadcast_to(scale, shape)
         w = codes.to(tl.int32) & 0xFFFF
@@ -191,8 +190,8 @@ def _product(
     if BX > 0:
         x2_ptrs = x_ptr + rows2[None, :] * stride_x + k
     for _ in range(0, KB, KT):
+        scale = tl.load(s_ptrs)  # before the codes: the later load decides the layout of what is made of both
         words = tl.load(w_ptrs)
-        scale = tl.load(s_ptrs)
         x1 = _load4(x1_ptrs, valid1)
         if BX > 0:
             x2 = _load4(x2_ptrs, valid2)
@@ -264,7 +263,7 @@ def w13_kernel(
     count = tl.load(work_ptr + item * 4 + 2)
     block = block_index(tile * MT + tl.arange(0, MT)[:, None, None], tl.arange(0, KT)[None, :, None], KB)
     w_ptrs = w_ptr + e * stride_we + block * 256 + tl.arange(0, 256)[None, None, :]
-    s_ptrs = s_ptr + e * stride_se + block * 8 + (tl.arange(0, 32) // 4)[None, None, :]
+    s_ptrs = s_ptr + e * stride_se + block * 8 + tl.arange(0, 8)[None, None, :]
     if BX == 0:
         _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x, stride_y,
                   top_k, KB, MT, KT, BN, 0, ACT, WIDE, INTERPRET)  # fmt: skip
@@ -318,17 +317,17 @@ def _w2_rows(
         x1, x2 = _load_y(y_ptr + (first + nx)[None, :] * stride_y, valid_x, K1, K2, HAS2)
     m = tl.arange(0, MT)[:, None, None]
     lane = tl.arange(0, 256)[None, None, :]
-    octet = (tl.arange(0, 32) // 4)[None, None, :]
+    octet = tl.arange(0, 8)[None, None, :]
     k1 = tl.arange(0, K1)[None, :, None]
     k2 = K1 + tl.arange(0, K2)[None, :, None]
     for tile in tl.range(start, stop, num_stages=STAGES):
         block = block_index(tile * MT + m, k1, KB)
-        codes = tl.load(w_base + block * 256 + lane)
         scale = tl.load(s_base + block * 8 + octet)
+        codes = tl.load(w_base + block * 256 + lane)
         if HAS2:
             block2 = block_index(tile * MT + m, k2, KB)
-            codes2 = tl.load(w_base + block2 * 256 + lane)
             scale2 = tl.load(s_base + block2 * 8 + octet)
+            codes2 = tl.load(w_base + block2 * 256 + lane)
         row = tile * MT * 16 + tl.arange(0, MT * 16)
         weight = decode_tile(codes, scale, MT, K1, WIDE, INTERPRET)
         acc = _dot4(weight, y1, tl.zeros((MT * 16, BN), tl.float32), INTERPRET)
@@ -425,7 +424,7 @@ def w2_wide_kernel(
     count = tl.load(work_ptr + item * 4 + 2)
     block = block_index(tile * MT + tl.arange(0, MT)[:, None, None], tl.arange(0, KT)[None, :, None], KB)
     w_ptrs = w_ptr + e * stride_we + block * 256 + tl.arange(0, 256)[None, None, :]
-    s_ptrs = s_ptr + e * stride_se + block * 8 + (tl.arange(0, 32) // 4)[None, None, :]
+    s_ptrs = s_ptr + e * stride_se + block * 8 + tl.arange(0, 8)[None, None, :]
     if BX == 0:
         _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
                  MT, KT, BN, 0, WIDE, INTERPRET)  # fmt: skip

@@ -76,7 +76,7 @@ def repack(
         raise ValueError("repack: row pairs must have equal strides and a contiguous last axis")
     if tuple(low.shape) != (experts, mt, 8, kb * 32) or tuple(low_scale.shape) != (experts, mt, 8, kb * 2):
         raise ValueError(f"repack: sources {tuple(low.shape)}, {tuple(low_scale.shape)} for blocks {(experts, mt, kb)}")
-    chunk = 8
+    chunk = 4
     grid = (triton.cdiv(kb, chunk), mt, experts)
     repack_kernel[grid](
         low, high, low_scale, high_scale, words_out.view(torch.int32), scales_out.view(torch.int32), mt, kb,
@@ -87,4 +87,4 @@ def repack(
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, int]]:
     """The repack kernel has one variant; it runs while weights load, never while serving."""
-    return [{"KC": 8}]
+    return [{"KC": 4}]

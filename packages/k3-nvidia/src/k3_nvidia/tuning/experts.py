@@ -16,7 +16,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Plan:
     """Tiles of one expert call. block_n: tokens a tile, plus up to extra_n more in a second accumulator; w13: row blocks (16 rows each), column blocks (64 each), warps, stages;
-    w2: row blocks, warps, stages and row tiles a program (narrow kernel) or column blocks (wide kernel)."""
+    w2: row blocks, warps, stages and row tiles a program (narrow kernel), or wide_mt row blocks and kt2 column blocks."""
 
     block_n: int
     mt13: int
@@ -31,6 +31,7 @@ class Plan:
     combine_block: int
     pdl: bool
     extra_n: int = 0
+    wide_mt: int = 8
 
     @property
     def item_n(self) -> int:

@@ -1,0 +1,336 @@
+"""Expert, router, work-list and SiTU kernels: under Triton's interpreter on a CPU, on the device where there is one.
+
+On the device the same tests run at the released sizes and add what only compiled code can show (bit equality of repeated runs,
+the decode in inline assembly for every byte and scale, CUDA-graph replay with another routing).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from k3_core.operators import CallSpec, ExpertWeights, Implementation
+from k3_core.testing import conformance
+
+from k3_nvidia.kernels import experts, moe_combine, moe_layout, moe_worklist, router, situ
+from k3_nvidia.kernels.triton_env import interpreting
+from k3_nvidia.tuning.experts import Plan, plans
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALE = "real" if DEVICE == "cuda" else "small"
+gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+SMALL = Plan(8, 4, 1, 4, 2, 4, 1, 4, 2, 8, 64, False)  # few programs: the interpreter pays for each
+
+if interpreting():
+    spec = importlib.util.spec_from_file_location("kda_interpreter", Path(__file__).with_name("kda_interpreter.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    rounding = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rounding)
+    rounding.round_to_nearest()
+
+
+def run_experts(
+    x, weights, topk_weights, topk_ids, *, hidden_act, situ_beta, situ_linear_beta, expert_map=None, out=None
+):  # fmt: skip
+    plan = SMALL if DEVICE == "cpu" else None
+    return experts.experts(
+        x, weights, topk_weights, topk_ids, hidden_act=hidden_act, situ_beta=situ_beta, situ_linear_beta=situ_linear_beta,
+        expert_map=expert_map, out=out, plan=plan,
+    )  # fmt: skip
+
+
+def supports_experts(spec: CallSpec) -> tuple[bool, str]:
+    ok, why = experts.supports(
+        spec.sizes["I"], spec.sizes["L"], spec.dtype, quantised=bool(spec.options.get("packed", True))
+    )
+    return ok, why
+
+
+def supports_route(spec: CallSpec) -> tuple[bool, str]:
+    o = spec.options
+    return router.supports(spec.sizes["A"], spec.sizes["X"], o.get("groups", 1), o.get("kept", 1))
+
+
+def supports_situ(spec: CallSpec) -> tuple[bool, str]:
+    return situ.supports(spec.dtype)
+
+
+EXPERTS = Implementation("experts", "triton", run_experts, supports_experts, prepare=experts.prepare)
+ROUTE = Implementation("route", "triton", router.route, supports_route)
+SITU = Implementation("situ", "triton", situ.situ_and_mul, supports_situ)
+
+
+@pytest.mark.slow
+def test_experts_conform() -> None:
+    conformance.run("experts", EXPERTS, DEVICE, dtypes=(torch.bfloat16,), scales=(SCALE,)).raise_if_failed()
+
+
+def test_a_wrong_implementation_fails() -> None:
+    """The suite bites: swapped halves, a dropped expert, weights off by one scale step, stale rows."""
+
+    def swapped(weights: ExpertWeights) -> Any:
+        assert weights.w13_scale is not None
+        half = weights.w13.shape[1] // 2
+        turn = [*range(half, 2 * half), *range(half)]
+        return experts.prepare(weights._replace(w13=weights.w13[:, turn], w13_scale=weights.w13_scale[:, turn]))
+
+    def rescaled(weights: ExpertWeights) -> Any:
+        assert weights.w2_scale is not None
+        scale = weights.w2_scale.clone()
+        scale[:, :, -1] += 1
+        return experts.prepare(weights._replace(w2_scale=scale))
+
+    def dropping(x, weights, topk_weights, topk_ids, **kw):
+        ids = topk_ids.clone()
+        ids[:, 0] = -1
+        return run_experts(x, weights, topk_weights, ids, **kw)
+
+    def only(case: Any) -> bool:
+        return case.sizes["T"] == 5 if DEVICE == "cpu" else case.sizes["T"] == 8 and case.sizes["I"] == 192
+
+    dropping.__signature__ = inspect.signature(run_experts)  # type: ignore[attr-defined]
+    for name, function, prepare in (
+        ("swapped", run_experts, swapped),
+        ("rescaled", run_experts, rescaled),
+        ("dropping", dropping, experts.prepare),
+    ):
+        mutant = Implementation("experts", name, function, supports_experts, prepare=prepare)
+        report = conformance.run("experts", mutant, DEVICE, dtypes=(torch.bfloat16,), scales=(SCALE,), only=only)
+        with pytest.raises(AssertionError):
+            report.raise_if_failed()
+
+
+@pytest.mark.slow
+def test_route_conforms() -> None:
+    conformance.run("route", ROUTE, DEVICE, scales=(SCALE,)).raise_if_failed()
+
+
+def test_situ_conforms() -> None:
+    conformance.run("situ", SITU, DEVICE, dtypes=(torch.float32, torch.bfloat16), scales=(SCALE,)).raise_if_failed()
+
+
+def choices(tokens: int, num: int, top_k: int, seed: int = 0) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(num, generator=gen)[:top_k] for _ in range(tokens)]
+    return torch.stack(rows).to(torch.int32).to(DEVICE)
+
+
+def check_list(
+    lst: moe_worklist.Worklist, ids: torch.Tensor, num: int, block: int, emap: torch.Tensor | None = None
+) -> None:
+    """The list against a plain loop: ascending experts, ascending tokens, blocks of at most ``block``."""
+    flat = ids.flatten().long().cpu()
+    if emap is not None:
+        flat = torch.where(flat >= 0, emap.cpu()[flat.clamp(min=0)].long(), -1)
+    work, order = [], []
+    for e in range(num):
+        pairs = (flat == e).nonzero().flatten().tolist()
+        work += [[e, len(order) + j, min(block, len(pairs) - j), 0] for j in range(0, len(pairs), block)]
+        order += pairs
+    count = int(lst.number[0])
+    assert count == len(work) <= lst.max_items
+    assert lst.work[: 4 * count].view(-1, 4).tolist() == work
+    assert lst.sorted[: len(order)].tolist() == order
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num", "top_k", "block"),
+    [(1, 24, 8, 8), (7, 20, 3, 4), (70, 9, 5, 16), (150, 12, 3, 16)],
+)
+def test_work_list(tokens: int, num: int, top_k: int, block: int) -> None:
+    ids = choices(tokens, num, top_k)
+    check_list(moe_worklist.build(ids, num, block), ids, num, block)
+    emap = torch.full((num,), -1, dtype=torch.int32, device=DEVICE)
+    emap[num // 3 :] = torch.arange(num - num // 3, dtype=torch.int32, device=DEVICE)
+    ids[0, 0] = -1
+    check_list(moe_worklist.build(ids, num - num // 3, block, emap), ids, num - num // 3, block, emap)
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 130])
+def test_router_and_list_agree_with_the_parts(tokens: int) -> None:
+    gen = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 256, generator=gen).bfloat16().to(DEVICE)
+    weight = (torch.randn(24, 256, generator=gen) * 0.05).bfloat16().to(DEVICE)
+    bias = (torch.randn(24, generator=gen) * 0.1).to(DEVICE)
+    got_w, got_ids, lst = router.route_and_list(x, weight, bias, 4, 24, 8, factor=2.5)
+    check_list(lst, got_ids, 24, 8)
+    logits = router.router_logits(x, weight).sum(0)
+    torch.testing.assert_close(
+        logits.double().cpu(), x.double().cpu() @ weight.double().cpu().t(), rtol=1e-5, atol=1e-5
+    )
+    want_w, want_ids = router.route(
+        logits, bias, 4, renormalize=True, routed_scaling_factor=2.5, num_expert_group=1, topk_group=1
+    )
+    assert torch.equal(got_ids, want_ids)
+    torch.testing.assert_close(got_w, want_w, rtol=1e-5, atol=1e-7)
+
+
+def byte_weights(scale_of: Any) -> ExpertWeights:
+    """One expert whose gate rows hold every byte under chosen scales."""
+    w13 = torch.zeros(1, 128, 64, dtype=torch.uint8)
+    w13[0, :64] = torch.arange(256, dtype=torch.uint8).repeat(16).reshape(64, 64)
+    s13 = torch.full((1, 128, 4), 127, dtype=torch.uint8)
+    s13[0, :64] = scale_of
+    return ExpertWeights(
+        w13, s13, torch.zeros(1, 128, 32, dtype=torch.uint8), torch.full((1, 128, 2), 127, dtype=torch.uint8)
+    )
+
+
+def decoded(weights: ExpertWeights) -> torch.Tensor:
+    """What the kernel's decode yields, read out as an identity product through the down kernel's plain path."""
+    lead = ExpertWeights(*(t.to(DEVICE) for t in weights if t is not None))
+    down = ExpertWeights(
+        torch.zeros(1, 256, 64, dtype=torch.uint8, device=DEVICE), torch.full((1, 256, 4), 127, dtype=torch.uint8, device=DEVICE),
+        lead.w13[:, :128], lead.w13_scale[:, :128],
+    )  # fmt: skip
+    packed = experts.prepare(down)
+    width = 128
+    lst = moe_worklist.build(torch.zeros(width, 1, dtype=torch.int32, device=DEVICE), 1, 16)
+    eye = torch.eye(width, dtype=torch.bfloat16, device=DEVICE)
+    plan = Plan(16, 4, 1, 4, 2, 4, 1, 4, 2, 2, 64, False)
+    return experts.run_w2(eye.float() if interpreting() else eye, packed, lst, plan).float().t().cpu()
+
+
+@pytest.mark.parametrize("scales", [(0, 1, 2, 64), (127, 128, 120, 100), (129, 200, 250, 252)])
+def test_decode_is_exact_for_every_byte(scales: tuple[int, ...]) -> None:
+    """Every byte under small, middle and large scale bytes, through the kernel: bit-equal to the definition in bf16."""
+    weights = byte_weights(torch.tensor(scales, dtype=torch.uint8))
+    assert weights.w13_scale is not None
+    packed, scale = weights.w13[0, :64], weights.w13_scale[0, :64]
+    from k3_core.contracts.mxfp4 import unpack
+
+    want = unpack(packed, scale, torch.float64).float()
+    got = decoded(weights)[:64]
+    finite = torch.isfinite(want)
+    assert torch.equal(got[finite], want[finite].bfloat16().float())
+
+
+def test_scale_255_is_nan_and_stays_in_its_row() -> None:
+    weights = byte_weights(torch.tensor((127, 127, 127, 127), dtype=torch.uint8))
+    assert weights.w13_scale is not None
+    weights.w13_scale[0, 5, 2] = 255
+    got = decoded(weights)[:64]
+    assert got[5].isnan().any()
+    assert not got[:5].isnan().any()
+    assert not got[6:].isnan().any()
+
+
+def test_extra_columns_and_wide_kernel_give_the_same_sums() -> None:
+    """Tiles are a matter of speed: different widths, kernels and splits agree within rounding of the output."""
+    gen = torch.Generator().manual_seed(3)
+    weights = ExpertWeights(
+        torch.randint(0, 256, (2, 128, 32), generator=gen, dtype=torch.uint8),
+        torch.randint(121, 125, (2, 128, 2), generator=gen, dtype=torch.uint8),
+        torch.randint(0, 256, (2, 64, 32), generator=gen, dtype=torch.uint8),
+        torch.randint(121, 125, (2, 64, 2), generator=gen, dtype=torch.uint8),
+    )
+    packed = experts.prepare(ExpertWeights(*(t.to(DEVICE) for t in weights if t is not None)))
+    x = torch.randn(70, 64, generator=gen).bfloat16().to(DEVICE)
+    ids = torch.zeros(70, 1, dtype=torch.int32, device=DEVICE)
+    ids[50:] = 1
+    ones = torch.ones(70, 1, device=DEVICE)
+    outs = []
+    tiles = (
+        [(16, 0, 2), (32, 32, 2), (32, 16, 0), (16, 0, 0)]
+        if DEVICE == "cuda"
+        else [(16, 0, 2), (32, 32, 2), (32, 32, 0)]
+    )
+    for bn, bx, rows in tiles:
+        plan = Plan(bn, 4, 1, 4, 2, 4, 1, 4, 2, rows, 64, False, bx)
+        outs.append(
+            experts.experts(
+                x, packed, ones, ids, hidden_act="situ", situ_beta=4.0, situ_linear_beta=25.0, plan=plan
+            ).float()
+        )
+    for other in outs[1:]:
+        assert ((other - outs[0]).norm() / outs[0].norm()) < 4e-3
+
+
+def test_combine_ignores_what_is_elsewhere() -> None:
+    d = torch.full((6, 64), float("nan"), device=DEVICE)
+    d[[0, 3]] = 2.0
+    ids = torch.tensor([[1, -1, 5], [0, 9, -1]], dtype=torch.int32, device=DEVICE)
+    weights = torch.tensor([[0.5, float("nan"), 1.0], [0.25, 1.0, float("nan")]], device=DEVICE)
+    out = torch.full((2, 64), float("nan"), device=DEVICE)
+    moe_combine.combine(d, weights, ids, 4, None, out, 64)
+    assert out.tolist() == [[1.0] * 64, [0.5] * 64]
+
+
+def test_refusals_name_the_reason() -> None:
+    assert "sigmoid" in router.supports(896, 16, score="softmax")[1]
+    assert "groups" in router.supports(896, 16, 4, 2)[1]
+    assert "MXFP4" in experts.supports(192, 3584, quantised=False)[1]
+    assert "bfloat16" in experts.supports(192, 3584, torch.float16)[1]
+    assert "capability 7.5" in experts.supports(192, 3584, capability=75)[1]
+    with pytest.raises(ValueError, match="prepare"):
+        experts.experts(
+            torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE), None, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32),
+            hidden_act="situ", situ_beta=4.0, situ_linear_beta=25.0,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_warmup_reaches_every_plan() -> None:
+    from types import SimpleNamespace
+
+    from k3_nvidia.tuning.experts import choose
+
+    config = SimpleNamespace(text=SimpleNamespace(num_experts=896, num_experts_per_token=16))
+    tokens = [p["tokens"] for p in experts.warmup_profiles(config, SimpleNamespace(max_num_batched_tokens=32768))]
+    reached = {choose(t, 16, 896, "default", 90, 192) for t in tokens}
+    assert reached == set(plans())
+
+
+@gpu
+@pytest.mark.gpu
+def test_repeated_runs_are_bit_equal_and_graphs_follow_the_routing() -> None:
+    gen = torch.Generator(device="cuda").manual_seed(0)
+    packed = moe_layout.empty_swizzled(896, 192, 3584, "cuda")
+    for t in (packed.w13, packed.w2):
+        t.random_(-(1 << 15), 1 << 15, generator=gen)
+    for t in (packed.s13, packed.s2):
+        t.view(torch.uint8).random_(118, 122, generator=gen)
+    hidden = torch.randn(64, 7168, device="cuda", generator=gen).bfloat16()
+    latent = torch.randn(64, 3584, device="cuda", generator=gen).bfloat16()
+    weight = (torch.randn(896, 7168, device="cuda", generator=gen) * 7168**-0.5).bfloat16()
+    kw = {"hidden_act": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0}
+
+    def call() -> torch.Tensor:
+        return experts.moe_forward(hidden, latent, weight, None, packed, 16, **kw)
+
+    first = call()
+    for _ in range(20):
+        assert torch.equal(call(), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for _ in range(3):
+        hidden.copy_(torch.randn(64, 7168, device="cuda", generator=gen))
+        graph.replay()
+        assert torch.equal(out, call())
+
+
+@gpu
+@pytest.mark.gpu
+def test_device_repack_equals_the_pure_function() -> None:
+    gen = torch.Generator().manual_seed(5)
+    weights = ExpertWeights(
+        torch.randint(0, 256, (3, 384, 96), generator=gen, dtype=torch.uint8),
+        torch.randint(0, 256, (3, 384, 6), generator=gen, dtype=torch.uint8),
+        torch.randint(0, 256, (3, 192, 96), generator=gen, dtype=torch.uint8),
+        torch.randint(0, 256, (3, 192, 6), generator=gen, dtype=torch.uint8),
+    )
+    host = experts.prepare(weights)
+    device = experts.prepare(ExpertWeights(*(t.cuda() for t in weights if t is not None)))
+    for name in ("w13", "s13", "w2", "s2"):
+        assert torch.equal(getattr(device, name).cpu(), getattr(host, name)), name
