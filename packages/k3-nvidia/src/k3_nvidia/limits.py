@@ -116,7 +116,7 @@ def cannot_work(vllm_config: Any) -> Iterator[str]:
             yield "--use-replayssm is not supported: drafts are verified with one state slot a token; leave it out"
     if _on_cpu() and str(cache.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
         yield f"--kv-cache-dtype {cache.cache_dtype} is not supported on a CPU; leave it at auto"
-    if _on_cpu() and cache.mamba_cache_mode == "align" and vllm_config.speculative_config is not None:
+    if _on_cpu() and cache.enable_prefix_caching and vllm_config.speculative_config is not None:
         yield "prefix caching beside speculation needs vLLM's GPU kernels; on a CPU pass --no-enable-prefix-caching"
     if not _on_cpu():
         yield from _device_reasons()

@@ -1,0 +1,104 @@
+"""The table of MoE reductions, the distribution of images over ranks, and the registry of operators."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
+
+import torch
+
+from k3_core.errors import ConfigError, UnsupportedError
+from k3_core.operators import CallSpec
+from k3_nvidia import dispatch, reductions
+from k3_nvidia.vision import assign
+
+USUAL = reductions.Facts(ranks=8, latent=True, shared=True, hidden=7168)
+
+
+def test_every_form_says_why_it_was_not_taken() -> None:
+    assert {name: why for name, _, why in reductions.table(USUAL) if why} == {"none": "8 ranks hold partial sums"}
+    one = reductions.table(dataclasses.replace(USUAL, ranks=1))
+    assert [name for name, _, why in one if why is None] == ["none"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "form", "refused"),
+    [
+        ({}, "merged", []),
+        ({"ranks": 1}, "none", ["merged", "sharded", "separate"]),
+        ({"shared": False}, "separate", ["merged", "sharded"]),
+        ({"latent": False}, "merged", ["sharded"]),
+        ({"sequence_parallel": True}, "separate", ["merged", "sharded"]),
+        ({"micro_batches": True}, "merged", ["sharded"]),
+        ({"ranks": 6, "hidden": 256}, "merged", ["sharded"]),
+    ],
+)
+def test_conditions_of_the_forms(changes: dict, form: str, refused: list[str]) -> None:
+    facts = dataclasses.replace(USUAL, **changes)
+    assert reductions.choose(facts) == form
+    for name in refused:
+        with pytest.raises(ConfigError, match=name):
+            reductions.choose(facts, name)
+
+
+def test_an_unknown_form_is_named() -> None:
+    with pytest.raises(ConfigError, match="'ring' is unknown"):
+        reductions.choose(USUAL, "ring")
+
+
+def test_the_norm_is_not_applied_to_partial_sums() -> None:
+    """A mutant that norms before it sums: the formula notices."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(4, 8, generator=generator) for _ in range(2)]
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+    assert not torch.allclose(norm(parts[0]) + norm(parts[1]), norm(parts[0] + parts[1]), atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("patches", "ranks"), [([4096], 8), ([10, 20, 30], 2), ([5] * 9, 4), ([], 3), ([100, 1, 1, 1], 2)]
+)
+def test_images_are_spread_over_ranks_each_exactly_once(patches: list[int], ranks: int) -> None:
+    owners = assign(patches, ranks)
+    assert len(owners) == ranks
+    assert sorted(item for items in owners for item in items) == list(range(len(patches)))
+    if patches:
+        loads = [sum(patches[i] for i in items) for items in owners]
+        assert max(loads) <= sum(patches) / ranks + max(patches)
+
+
+def test_contracts_never_run_on_a_gpu() -> None:
+    for name in ("attn_res", "kda_decode", "kda_prefill", "experts"):
+        contract = next(i for i in dispatch.registry().implementations(name) if i.name == dispatch.CONTRACT)
+        ok, why = contract.supports(CallSpec(name, "cuda", torch.bfloat16, "sm_90"))
+        assert not ok
+        assert "cuda" in why
+
+
+def test_what_no_kernel_supports_is_refused_with_all_reasons() -> None:
+    spec = CallSpec("kda_decode", "cuda", torch.bfloat16, "sm_90", {"N": 6, "D": 48})
+    with pytest.raises(UnsupportedError, match="kda_decode"):
+        dispatch.registry().choose(spec)
+
+
+def test_released_shapes_have_a_kernel_on_hopper() -> None:
+    pytest.importorskip("triton")
+    calls = {
+        "attn_res": ({"H": 7168, "M": 8}, {}),
+        "short_conv": ({"N": 6, "D": 128, "W": 4}, {}),
+        "kda_prefill": ({"N": 6, "D": 128, "K": 128, "V": 128}, {"lower_bound": -5.0}),
+        "gated_norm": ({"N": 6, "D": 128}, {}),
+        "kda_decode": ({"N": 6, "D": 128}, {}),
+        "kda_verify": ({"N": 6, "D": 128, "Q": 8}, {}),
+        "route": ({"A": 896, "X": 16}, {}),
+        "experts": ({"L": 3584, "I": 192, "X": 16, "A": 896}, {"quantised": True, "hidden_act": "situ"}),
+        "situ": ({"I": 384}, {}),
+    }
+    for name, (sizes, options) in calls.items():
+        choice = dispatch.registry().choose(CallSpec(name, "cuda", torch.bfloat16, "sm_90", sizes, options))
+        assert choice.implementation.name == dispatch.KERNEL
