@@ -122,6 +122,35 @@ def prefill_row(heads: int, lengths: Sequence[int]) -> dict[str, Any]:
     return row
 
 
+def accuracy_row(kind: str, heads: int = 6, tokens: int = 4096) -> dict[str, Any]:
+    """Errors of both sides against fp64 on inputs chosen to hurt; nothing is timed."""
+    case, cu = prefill_case(heads, (tokens, 100)), boundaries((tokens, 100))
+    if kind == "bound":
+        case["dt_bias"].fill_(30.0)
+    if kind in ("long", "same key"):
+        case["dt_bias"].fill_(-8.0)
+    if kind == "same key":
+        case["k"][:] = case["k"][:1]
+    device_cu = cu.cuda()
+    slots = case["slot_mapping"].long()
+    o, state = expected_prefill(case, cu, heads)
+    theirs = rival_kda.prefill(case, device_cu)
+    row: dict[str, Any] = {}
+    if theirs is not None:
+        got, final = theirs()
+        row["rival_errors"] = [relative_error(got, o), relative_error(final, state)]
+    for segments in (0, 5):
+        again = {**case, "recurrent_state": case["recurrent_state"].clone()}
+        plan = kda_plan.plan_prefill(cu, heads, "cuda", segment_chunks=segments)
+        out = torch.full_like(case["q"], math.nan)
+        ours_prefill(again, device_cu, plan, out)()
+        row[f"errors_segments_of_{segments}"] = [
+            relative_error(out, o),
+            relative_error(again["recurrent_state"][slots], state),
+        ]
+    return row
+
+
 def layer_row(heads: int, lengths: Sequence[int]) -> dict[str, Any]:
     """From the projections to the gated norm."""
     case, cu = prefill_case(heads, lengths), boundaries(lengths)
@@ -254,6 +283,7 @@ def with_floor(row: dict[str, Any] | None, copy: dict[int, float]) -> dict[str, 
 def plan_rows() -> list[tuple[str, Any]]:
     """(key, measurement) of every row, the ones with targets first."""
     rows: list[tuple[str, Any]] = []
+    rows += [(f"accuracy {k}", lambda k=k: accuracy_row(k)) for k in ("mixed", "bound", "long", "same key")]
     for heads, lengths in HEADLINES:
         rows.append((f"prefill h{heads} {lengths[0]}x1", lambda h=heads, s=lengths: prefill_row(h, s)))
     rows += [(f"decode h{h} n{n}", lambda h=h, n=n: step_row(h, n, 0)) for h, n in DECODE]
@@ -279,6 +309,8 @@ def run(out: Path, slices: Sequence[str]) -> None:
         torch.cuda.empty_cache()
         if row is None or isinstance(row.get("error"), str):
             shown.append([key, (row or {}).get("error", "")[:150]])
+        elif key.startswith("accuracy"):
+            shown.append([key, " ".join(f"{k} {v}" for k, v in row.items() if k != "date")])
         else:
             ratios = {k.removesuffix("_ratio"): round(v, 3) for k, v in row.items() if k.endswith("_ratio")}
             shown.append([key, f"{row['graph_us']:.1f} us", " ".join(f"{k} {v}" for k, v in ratios.items())])

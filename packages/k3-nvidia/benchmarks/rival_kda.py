@@ -1,8 +1,8 @@
 """vLLM's own KDA operators on our inputs, called as its Kimi K3 layer calls them; every entry is None without vLLM.
 
 Conventions differ from the operator table: raw beta (before the sigmoid), a leading batch axis, packed initial and
-final states around FlashKDA. What its layer does around a kernel (gather of the initial states, scatter of the final ones,
-three convolutions, the norm) is timed only in the rows that say so.
+final states around FlashKDA. What its layer does around a kernel (gather of the initial states, scatter of the final
+ones, three convolutions, the norm) is timed only in the rows that say so.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ Without a bound (Kimi-Linear's softplus) the chunk is cut by halving: a pair (i,
 64 block, where both factors are <= 1; one masked product a level.
 
 (I + M)^-1 by doubling: T <- T - between(T M T) for blocks of 2, 4, .. 64, where `between` keeps the block that joins
-two neighbours. Every factor is a piece of an inverse, so nothing grows as it does in a power series of M (equal keys with
-long memory would overflow that). Operands fp16: |M| <= 1, and eleven bits are what tf32 has, at twice its speed.
+two neighbours. Every factor is a piece of an inverse, so nothing grows as it does in a power series of M (equal keys
+with long memory would overflow that). Operands fp16: |M| <= 1, and eleven bits are what tf32 has, at twice its speed.
 
 Sources: the WY form of Yang et al. (DeltaNet); the blocked triangular inverse is standard dense linear algebra.
 """
 
 # Device functions have no Python types: their arguments are pointers and blocks.
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code=assignment
 
 import triton
 import triton.language as tl
