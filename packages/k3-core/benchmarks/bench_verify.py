@@ -119,7 +119,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": importlib.metadata.version("torch")},
         "rows": rows,
         "notes": [
-            f"A synthetic checkpoint of {options.size_gib:g} GiB in the released layout; the fastest of {options.rounds} "
+            f"A synthetic checkpoint of {options.size_gib:g} GiB in the released layout; fastest of {options.rounds} "
             f"rounds, with the machine's load average at {load:.1f} on {os.cpu_count()} cores."
         ],
     }

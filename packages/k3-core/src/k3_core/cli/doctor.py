@@ -109,8 +109,9 @@ def _show(report: dict[str, Any]) -> None:
     output.say("Kimi K3 in vLLM itself: " + (", ".join(report["in_tree_k3"]) or "none"))
     if report["operators"]:
         asked = report["operators_for"]
+        where = f"{asked['device']} {asked['arch']}".strip()
         output.table(
-            f"Operators of '{asked['implementation']}' on {asked['device']} {asked['arch']}, one rank of TP {asked['tp']}",
+            f"Operators of '{asked['implementation']}' on {where}, one rank of TP {asked['tp']}",
             ("operator", "would use", "asked, best first"),
             [
                 (o["operator"], o["chosen"] or "NOTHING", "\n".join(f"{n}: {reason}" for n, _, reason in o["said"]))
