@@ -1,9 +1,10 @@
 """Routed experts: router product, top-16, work list, expert products, SiTU, weighted sum; ours, the floors, and vLLM's.
 
-Rows ``<shape>.<tokens>`` for the ranks TP16 (width 192), TP8 (384) and EP16 (56 whole experts), decode 1..128 and prefill
-1024, 8192; ``<shape>.repack`` for loading. The rivals (Marlin, Humming) run where vLLM is importable, on the same weights and
-inputs, alternating with ours in one process. Decode is timed in CUDA graphs that rotate over weight sets larger than the L2
-(cold weights, no launch gaps), and eagerly with a flushed L2 beside it; prefill eagerly with a flushed L2.
+Rows ``<shape>.<tokens>`` for the ranks TP16 (width 192), TP8 (384) and EP16 (56 whole experts), decode 1..128 and
+prefill 1024, 8192; ``<shape>.repack`` for loading. The rivals (Marlin, Humming) run where vLLM is importable, on the
+same weights and inputs, alternating with ours in one process. Decode is timed in CUDA graphs that rotate over weight
+sets larger than the L2 (cold weights, no launch gaps), and eagerly with a flushed L2 beside it; prefill eagerly with a
+flushed L2.
 
 Every side is checked against float64 before it is timed; a red check suppresses its figure.
 """
@@ -17,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import experts_case as case
 import harness
 import rival_experts
+import torch
+
 from k3_nvidia.kernels import experts as ours
 from k3_nvidia.kernels import moe_layout
 

@@ -67,8 +67,8 @@ _flush: torch.Tensor | None = None
 
 
 def flush_l2() -> None:
-    """Read 256 MiB, several times the L2 of any present GPU. Reading leaves clean lines: whoever is timed next does not pay
-    for writing someone else's data back."""
+    """Read 256 MiB, several times the L2 of any present GPU. Reading leaves clean lines: whoever is timed next does
+    not pay for writing someone else's data back."""
     global _flush
     if _flush is None:
         _flush = torch.zeros(32 << 20, dtype=torch.int64, device="cuda")

@@ -1,6 +1,8 @@
-"""vLLM's own routed experts (Marlin and Humming) beside ours: built from its public layer factory, fed the same weights.
+"""vLLM's own routed experts (Marlin and Humming) beside ours: built from its public layer factory, fed the same
+weights.
 
-Used only where ``vllm`` is importable. Padded as vLLM pads: widths below 256 become 256 when experts are sharded over TP.
+Used only where ``vllm`` is importable. Padded as vLLM pads: widths below 256 become 256 when experts are sharded over
+TP.
 """
 
 from __future__ import annotations
@@ -9,9 +11,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 import experts_case as case
+import torch
 
 PAD_FLOOR = 256
 

@@ -1,7 +1,8 @@
 """Tuning sweep of the expert products: correctness once, then each product alone under many tiles.
 
-``python sweep_experts.py OUT [--phase decode,prefill] [--budget SECONDS]``. Compiles in worker processes first (the disk cache is
-shared), then times in graphs over several weight sets. Prints one line a (shape, tokens): the best tiles of each product.
+``python sweep_experts.py OUT [--phase decode,prefill] [--budget SECONDS]``. Compiles in worker processes first (the
+disk cache is shared), then times in graphs over several weight sets. Prints one line a (shape, tokens): the best tiles
+of each product.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from k3_nvidia.tuning.experts import Plan
 
 # gate/up: (BN, BX, row blocks, column blocks, warps, stages)
 W13_DECODE = [
-    (8, 0, 4, 8, 4, 3), (8, 0, 4, 4, 4, 4), (8, 0, 8, 4, 4, 3), (8, 0, 8, 4, 4, 2), (8, 0, 8, 2, 4, 4), (8, 0, 2, 8, 2, 3),
-    (16, 0, 8, 4, 4, 3), (16, 0, 8, 2, 4, 4),
+    (8, 0, 4, 8, 4, 3), (8, 0, 4, 4, 4, 4), (8, 0, 8, 4, 4, 3), (8, 0, 8, 4, 4, 2), (8, 0, 8, 2, 4, 4),
+    (8, 0, 2, 8, 2, 3), (16, 0, 8, 4, 4, 3), (16, 0, 8, 2, 4, 4),
 ]  # fmt: skip
 W13_PREFILL = [
     (32, 0, 8, 2, 4, 3), (32, 0, 8, 2, 4, 4), (32, 0, 8, 4, 4, 3), (32, 32, 8, 2, 4, 3), (64, 32, 8, 1, 4, 4),
@@ -36,17 +37,20 @@ W13_PREFILL = [
 ]  # fmt: skip
 # narrow down product: (BN, BX, row blocks, warps, stages, row tiles a program)
 W2_DECODE = [
-    (8, 0, 4, 4, 3, 2), (8, 0, 4, 4, 3, 7), (8, 0, 4, 4, 3, 14), (8, 0, 4, 4, 4, 7), (8, 0, 8, 4, 3, 7), (8, 0, 8, 4, 2, 7),
-    (16, 0, 4, 4, 3, 7), (16, 0, 8, 4, 3, 7),
+    (8, 0, 4, 4, 3, 2), (8, 0, 4, 4, 3, 7), (8, 0, 4, 4, 3, 14), (8, 0, 4, 4, 4, 7), (8, 0, 8, 4, 3, 7),
+    (8, 0, 8, 4, 2, 7), (16, 0, 4, 4, 3, 7), (16, 0, 8, 4, 3, 7),
 ]  # fmt: skip
 W2_PREFILL_NARROW = [
-    (32, 0, 4, 4, 4, 28), (32, 0, 4, 4, 3, 28), (32, 0, 8, 4, 3, 14), (64, 0, 4, 4, 3, 56), (64, 32, 4, 4, 3, 56), (64, 0, 8, 4, 2, 28),
+    (32, 0, 4, 4, 4, 28), (32, 0, 4, 4, 3, 28), (32, 0, 8, 4, 3, 14),
+    (64, 0, 4, 4, 3, 56), (64, 32, 4, 4, 3, 56),
+    (64, 0, 8, 4, 2, 28),
     (64, 32, 8, 8, 3, 28), (64, 32, 4, 4, 2, 56),
 ]  # fmt: skip
 # wide down product, as gate/up
 W2_WIDE_DECODE = [(8, 0, 4, 4, 4, 4), (8, 0, 8, 4, 4, 3), (16, 0, 8, 2, 4, 4)]
 W2_PREFILL_WIDE = [
-    (32, 0, 8, 2, 4, 3), (64, 32, 8, 1, 4, 3), (64, 32, 8, 2, 4, 3), (64, 32, 8, 2, 8, 3), (128, 0, 8, 1, 8, 4), (128, 64, 8, 1, 8, 4),
+    (32, 0, 8, 2, 4, 3), (64, 32, 8, 1, 4, 3), (64, 32, 8, 2, 4, 3), (64, 32, 8, 2, 8, 3), (128, 0, 8, 1, 8, 4),
+    (128, 64, 8, 1, 8, 4),
 ]  # fmt: skip
 
 
@@ -161,7 +165,7 @@ def compile_worker(index: int, count: int, phases: list[str]) -> None:
 def check(shape: case.Shape, tokens: int, sets: list[Any]) -> str:
     b = Bench(sets[:1], shape, tokens)
     i = b.inputs[0]
-    rw, rids, biased = case.reference_route(i)
+    _, rids, biased = case.reference_route(i)
     w, ids = b.routing[0]
     got = biased.gather(1, ids.long()).min(-1).values
     want = biased.gather(1, rids).min(-1).values
@@ -291,7 +295,8 @@ def main() -> None:
             print(f"== {shape.name} {tokens}: {row['error'][:300]} {row.get('where', '')[-300:]}", flush=True)
             continue
         print(
-            f"== {row['check']}; touched {row['touched'][0]}; floors w13 {row['floor_w13']:.1f} w2 {row['floor_w2']:.1f} "
+            f"== {row['check']}; touched {row['touched'][0]}; "
+            f"floors w13 {row['floor_w13']:.1f} w2 {row['floor_w2']:.1f} "
             f"flop {row['flop_us']:.1f}\n   w13 {best(row['w13'])}\n   w2  {best(row['w2'])}\n   "
             + "  ".join(f"{k}={v:.1f}" for k, v in row["parts"].items()),
             flush=True,

@@ -1,4 +1,5 @@
-"""Ahead-of-time compilation of the expert kernels for sm_90a: a script, because Triton decides at import whether it interprets.
+"""Ahead-of-time compilation of the expert kernels for sm_90a: a script, because Triton decides at import whether it
+interprets.
 
 ``python expert_kernels_aot.py`` prints one JSON line a variant: registers, spills, shared memory, matrix instructions.
 """
@@ -20,8 +21,10 @@ from triton.compiler import ASTSource
 from k3_nvidia.kernels import experts_gemm, moe_combine, moe_repack, moe_worklist, router, situ
 from k3_nvidia.tuning import experts as tuning
 
-TYPES = {"x_ptr": "*bf16", "y_ptr": "*bf16", "d_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32", "bias_ptr": "*fp32",
-         "logits_ptr": "*fp32", "beta": "fp32", "linear_beta": "fp32", "factor": "fp32"}  # fmt: skip
+TYPES = {
+    "x_ptr": "*bf16", "y_ptr": "*bf16", "d_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32", "bias_ptr": "*fp32",
+    "logits_ptr": "*fp32", "beta": "fp32", "linear_beta": "fp32", "factor": "fp32",
+}  # fmt: skip
 DIVISIBLE = ("hidden", "latent", "num_experts", "width", "L")  # multiples of 16 in every K3 shape
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -73,14 +76,17 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
     out: list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]] = []
     for i, p in enumerate(tuning.plans()):
         common = {"BN": p.block_n, "WIDE": False, "PDL": p.pdl, "INTERPRET": False}
-        out.append((f"w13 plan{i}", experts_gemm.w13_kernel, {**common, "MT": p.mt13, "KT": p.kt13, "BX": p.extra_n, "ACT": 1},
+        out.append((f"w13 plan{i}", experts_gemm.w13_kernel,
+                    {**common, "MT": p.mt13, "KT": p.kt13, "BX": p.extra_n, "ACT": 1},
                     p.warps13, p.stages13, {}))  # fmt: skip
         if p.rows2 > 0:
             for width, k1, k2 in ((192, 2, 1), (384, 4, 2)):
                 out.append((f"w2 {width} plan{i}", experts_gemm.w2_kernel,
-                            {**common, "MT": p.mt2, "K1": k1, "K2": k2, "HAS2": True, "BX": p.extra_n, "STAGES": p.stages2},
+                            {**common, "MT": p.mt2, "K1": k1, "K2": k2, "HAS2": True, "BX": p.extra_n,
+                             "STAGES": p.stages2},
                             p.warps2, p.stages2, {}))  # fmt: skip
-        out.append((f"w2 wide plan{i}", experts_gemm.w2_wide_kernel, {**common, "MT": p.wide_mt, "KT": p.kt2, "BX": p.extra_n},
+        out.append((f"w2 wide plan{i}", experts_gemm.w2_wide_kernel,
+                    {**common, "MT": p.wide_mt, "KT": p.kt2, "BX": p.extra_n},
                     p.warps2, p.stages2, {}))  # fmt: skip
     wide = {"BN": 16, "WIDE": True, "PDL": False, "INTERPRET": False, "MT": 4, "KT": 4, "BX": 0, "ACT": 1}
     out.append(("w13 wide scales", experts_gemm.w13_kernel, wide, 4, 4, {}))
@@ -90,11 +96,12 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
                     4 if tokens <= 64 else 3, {"w_ptr": "*bf16", "out_ptr": "*fp32"}))  # fmt: skip
     for mode in (0, 1, 2):
         out.append((f"route {mode}", router.route_kernel,
-                    {"EB": 1024, "TK": 16, "SPLITS": 14 if mode == 2 else 1, "HAS_BIAS": True, "RENORM": True, "LIST": mode,
-                     "LB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": False, "CHUNK": 512, "PDL": mode == 2},
+                    {"EB": 1024, "TK": 16, "SPLITS": 14 if mode == 2 else 1, "HAS_BIAS": True, "RENORM": True,
+                     "LIST": mode, "LB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": False, "CHUNK": 512, "PDL": mode == 2},
                     8 if mode == 2 else 1, 3, {}))  # fmt: skip
     out.append(("list small", moe_worklist.small_kernel,
-                {"TK": 16, "EB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": True, "CHUNK": 1024, "PDL": False}, 8, 3, {}))  # fmt: skip
+                {"TK": 16, "EB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": True, "CHUNK": 1024, "PDL": False},
+                8, 3, {}))  # fmt: skip
     out.append(("mark", moe_worklist.mark_kernel, {"TK": 16, "EB": 1024, "HAS_MAP": False, "ROWS": 16}, 4, 3, {}))
     out.append(("count", moe_worklist.count_kernel, {"EB": 1024, "EC": 16, "WC": 32, "BN": 128}, 4, 3, {}))
     out.append(("place", moe_worklist.place_kernel, {"EB": 1024, "HAS_MAP": False, "CHUNK": 1024}, 4, 3, {}))

@@ -1,7 +1,7 @@
 """Expert, router, work-list and SiTU kernels: under Triton's interpreter on a CPU, on the device where there is one.
 
-On the device the same tests run at the released sizes and add what only compiled code can show (bit equality of repeated runs,
-the decode in inline assembly for every byte and scale, CUDA-graph replay with another routing).
+On the device the same tests run at the released sizes and add what only compiled code can show (bit equality of
+repeated runs, the decode in inline assembly for every byte and scale, CUDA-graph replay with another routing).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ pytest.importorskip("triton")
 
 from k3_core.operators import CallSpec, ExpertWeights, Implementation
 from k3_core.testing import conformance
-
 from k3_nvidia.kernels import experts, moe_combine, moe_layout, moe_worklist, router, situ
 from k3_nvidia.kernels.triton_env import interpreting
 from k3_nvidia.tuning.experts import Plan, plans
@@ -45,8 +44,8 @@ def run_experts(
 ):  # fmt: skip
     plan = SMALL if DEVICE == "cpu" else None
     return experts.experts(
-        x, weights, topk_weights, topk_ids, hidden_act=hidden_act, situ_beta=situ_beta, situ_linear_beta=situ_linear_beta,
-        expert_map=expert_map, out=out, plan=plan,
+        x, weights, topk_weights, topk_ids, hidden_act=hidden_act, situ_beta=situ_beta,
+        situ_linear_beta=situ_linear_beta, expert_map=expert_map, out=out, plan=plan,
     )  # fmt: skip
 
 
@@ -191,7 +190,8 @@ def decoded(weights: ExpertWeights) -> torch.Tensor:
     """What the kernel's decode yields, read out as an identity product through the down kernel's plain path."""
     lead = ExpertWeights(*(t.to(DEVICE) for t in weights if t is not None))
     down = ExpertWeights(
-        torch.zeros(1, 256, 64, dtype=torch.uint8, device=DEVICE), torch.full((1, 256, 4), 127, dtype=torch.uint8, device=DEVICE),
+        torch.zeros(1, 256, 64, dtype=torch.uint8, device=DEVICE),
+        torch.full((1, 256, 4), 127, dtype=torch.uint8, device=DEVICE),
         lead.w13[:, :128], lead.w13_scale[:, :128],
     )  # fmt: skip
     packed = experts.prepare(down)
@@ -275,7 +275,8 @@ def test_refusals_name_the_reason() -> None:
     assert "capability 7.5" in experts.supports(192, 3584, capability=75)[1]
     with pytest.raises(ValueError, match="prepare"):
         experts.experts(
-            torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE), None, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32),
+            torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE), None, torch.ones(1, 1),
+            torch.zeros(1, 1, dtype=torch.int32),
             hidden_act="situ", situ_beta=4.0, situ_linear_beta=25.0,
         )  # type: ignore[arg-type]  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Routed experts of one rank: work list, gate/up product with activation, down product, weighted sum.
 
-Operator ``experts`` of the table in ``k3_core.operators`` (weights as ``prepare`` returns them), and ``moe_forward``, which starts
-from the router's input and shares its launches. No host read anywhere: a CUDA graph of one call replays for any routing.
+Operator ``experts`` of the table in ``k3_core.operators`` (weights as ``prepare`` returns them), and ``moe_forward``,
+which starts from the router's input and shares its launches. No host read anywhere: a CUDA graph of one call replays
+for any routing.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def _between(dtype: torch.dtype) -> torch.dtype:
 def run_w13(
     x: torch.Tensor, weights: SwizzledExperts, lst: Worklist, top_k: int, act: tuple[int, float, float], plan: Plan
 ) -> torch.Tensor:
-    """Gate/up product and activation: [pairs, padded width] bf16 in sorted order (rows past the last pair unwritten)."""
+    """Gate/up product and activation: [pairs, padded width] bf16 in sorted order (rows past the last pair
+    unwritten)."""
     pairs = lst.sorted.numel()
     y = torch.empty(pairs, weights.padded_width, dtype=_between(x.dtype), device=x.device)
     mb, kb = weights.w13.shape[1] * 4, weights.w13.shape[2]
@@ -91,8 +93,8 @@ def run_w13(
     w13_kernel[(lst.max_items * (mb // mt),)](
         x, weights.w13, scales, y, lst.sorted, lst.work, lst.number, act[1], act[2],
         x.stride(0), weights.w13.stride(0), scales.stride(0), y.stride(0), top_k, mb, kb,
-        MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, ACT=act[0], WIDE=weights.wide_scales, PDL=pdl, INTERPRET=interpreting(),
-        num_warps=plan.warps13, num_stages=plan.stages13, **options,
+        MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, ACT=act[0], WIDE=weights.wide_scales, PDL=pdl,
+        INTERPRET=interpreting(), num_warps=plan.warps13, num_stages=plan.stages13, **options,
     )  # fmt: skip
     return y
 
@@ -115,8 +117,9 @@ def run_w2(y: torch.Tensor, weights: SwizzledExperts, lst: Worklist, plan: Plan)
         groups = triton.cdiv(mb // mt, per_group)
         w2_kernel[(lst.max_items * groups,)](
             *common, *strides, groups, per_group, mb, latent,
-            K1=high, K2=max(rest, 1), HAS2=rest > 0, MT=mt, BN=plan.block_n, BX=plan.extra_n, WIDE=weights.wide_scales, PDL=pdl,
-            STAGES=plan.stages2, INTERPRET=interpreting(), num_warps=plan.warps2, num_stages=plan.stages2, **options,
+            K1=high, K2=max(rest, 1), HAS2=rest > 0, MT=mt, BN=plan.block_n, BX=plan.extra_n,
+            WIDE=weights.wide_scales, PDL=pdl, STAGES=plan.stages2, INTERPRET=interpreting(),
+            num_warps=plan.warps2, num_stages=plan.stages2, **options,
         )  # fmt: skip
         return d
     mt, kt = _largest_divisor(mb, plan.wide_mt), _largest_divisor(kb, plan.kt2)
@@ -133,7 +136,8 @@ def _check(x: torch.Tensor, weights: SwizzledExperts, ids: torch.Tensor) -> None
         raise ValueError(f"experts: weights must come from prepare(), got {type(weights).__name__}")
     if x.dtype != torch.bfloat16 or x.stride(-1) != 1 or x.shape[-1] != weights.latent:
         raise ValueError(
-            f"experts: x must be bfloat16 [T, {weights.latent}] with a contiguous last axis, got {x.dtype} {tuple(x.shape)}"
+            f"experts: x must be bfloat16 [T, {weights.latent}] with a contiguous last axis, "
+            f"got {x.dtype} {tuple(x.shape)}"
         )
     if x.stride(0) % 8 or x.data_ptr() % 16:
         raise ValueError("experts: rows of x must start on 16 bytes")
@@ -224,7 +228,8 @@ def moe_forward(
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, int]]:
-    """Token counts that together reach every compiled variant: one on each side of every boundary of plans and masks."""
+    """Token counts that together reach every compiled variant: one on each side of every boundary of plans and
+    masks."""
     most = int(getattr(limits, "max_num_batched_tokens", 8192))
     text = getattr(config, "text", config)
     per_token = int(text.num_experts_per_token) / int(text.num_experts)

@@ -5,23 +5,27 @@ Formulas (x: latent rows, one **pair** is a (token, chosen expert)):
     y[pair] = act(x[token] W1_e^T, x[token] W3_e^T)          ``w13_kernel``          rounded once to bf16
     d[pair] = y[pair] W2_e^T                                  ``w2_kernel``, ``w2_wide_kernel``    rounded once to bf16
 
-Weights are the left operand (rows = output channels), tokens the right one, so that a handful of tokens wastes little of a
-tensor-core tile; a lane's 16-byte load is its operand (``moe_layout``) and is decoded in registers. On Hopper Triton turns the
-products into ``wgmma`` with the left operand in registers and interleaves decode and products column step by column step.
+Weights are the left operand (rows = output channels), tokens the right one, so that a handful of tokens wastes little
+of a tensor-core tile; a lane's 16-byte load is its operand (``moe_layout``) and is decoded in registers. On Hopper
+Triton turns the products into ``wgmma`` with the left operand in registers and interleaves decode and products column
+step by column step.
 
-Work comes as a list of items (expert, first position, count) over the expert-sorted pairs (``moe_worklist``): only touched
-experts are there, its length is read on the device, so a CUDA graph replays for any routing. Rows of y are in sorted order;
-rows of d are in pair order (token * top_k + slot), ready for the weighted sum. Pairs without an item (expert elsewhere) are not
-written; the weighted sum does not read them.
+Work comes as a list of items (expert, first position, count) over the expert-sorted pairs (``moe_worklist``): only
+touched experts are there, its length is read on the device, so a CUDA graph replays for any routing. Rows of y are in
+sorted order; rows of d are in pair order (token * top_k + slot), ready for the weighted sum. Pairs without an item
+(expert elsewhere) are not written; the weighted sum does not read them.
 """
 
+# mypy: allow-untyped-defs
+# (bodies of Triton kernels have no Python types)
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Two half words (a word) -> four bf16 pairs, one a position. Operands: 4 out, word, multiplier of columns 0..31 twice (one a
+# Two half words (a word) -> four bf16 pairs, one a position. Operands: 4 out, word, multiplier of columns 0..31
+# twice (one a
 # half), multiplier of columns 32..63 twice.
 _DECODE = tl.constexpr("""
 {
@@ -77,7 +81,8 @@ def _plain_value(bits, scale, half: tl.constexpr):
 
 @triton.jit
 def decode_tile(codes, scale, MT: tl.constexpr, KT: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Codes [MT, KT, 256] and scale words [MT, KT, 8] -> the four operands [16 MT, 16 KT] (columns 16 p .. of each block).
+    """Codes [MT, KT, 256] and scale words [MT, KT, 8] -> the four operands [16 MT, 16 KT] (columns 16 p .. of each
+    block).
 
     bf16; fp32 in the interpreter.
     """
@@ -150,7 +155,8 @@ def _dot4(w, x, acc, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """fp32 tanh to about 3 ulp of bf16-relevant precision everywhere: the series near 0, where 1 - 2/(e^2x + 1) cancels."""
+    """fp32 tanh to about 3 ulp of bf16-relevant precision everywhere: the series near 0, where 1 - 2/(e^2x + 1)
+    cancels."""
     x2 = x * x
     series = x * (1.0 + x2 * (-0.3333333333 + x2 * (0.1333333333 - x2 * 0.05396825397)))
     return tl.where(x2 < 0.01, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
@@ -210,7 +216,8 @@ def _product(
 def _store_act(
     acc, y_ptr, rows, valid, stride_y, tile, beta, linear_beta, MT: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr
 ):
-    """Activation of a gate/up accumulator and its store. Gate is row g, up row g + 8 of a block: one thread has both."""
+    """Activation of a gate/up accumulator and its store. Gate is row g, up row g + 8 of a block: one thread has
+    both."""
     gate, up = tl.split(tl.permute(tl.reshape(acc, (MT, 2, 8, BN)), (0, 2, 3, 1)))
     y = tl.reshape(gated_act(gate, up, beta, linear_beta, ACT), (MT * 8, BN)).to(y_ptr.dtype.element_ty)
     channel = tile * MT * 8 + tl.arange(0, MT * 8)
@@ -247,7 +254,8 @@ def w13_kernel(
 ):  # fmt: skip
     """Program (item * row tiles + row tile): y[first + j, channels of the tile] for the item's tokens j.
 
-    An item has up to BN + BX tokens; the width of the product follows its count: BN/4 (if BX), BN, BN + BX/2 or BN + BX.
+    An item has up to BN + BX tokens; the width of the product follows its count: BN/4 (if BX), BN, BN + BX/2 or BN +
+    BX.
     """
     tiles = MB // MT
     pid = tl.program_id(0)
@@ -350,7 +358,8 @@ def w2_kernel(
     K1: tl.constexpr, K2: tl.constexpr, HAS2: tl.constexpr, MT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Narrow experts (K1 column blocks, and K2 more if HAS2): the item's y stays on chip while rows of weights stream past.
+    """Narrow experts (K1 column blocks, and K2 more if HAS2): the item's y stays on chip while rows of weights
+    stream past.
 
     Program (item * groups + group): row tiles group*per_group .. +per_group. Widths as ``w13_kernel``.
     """
@@ -369,10 +378,7 @@ def w2_kernel(
     stop = tl.minimum(start + per_group, MB // MT)
     w_base = w_ptr + e * stride_we
     s_base = s_ptr + e * stride_se
-    if BX == 0:
-        _w2_rows(y_ptr, d_ptr, sorted_ptr, w_base, s_base, first, count, start, stop, stride_y, stride_d, L,
-                 K1, K2, HAS2, MT, BN, 0, WIDE, STAGES, INTERPRET)  # fmt: skip
-    elif count <= BN:
+    if BX == 0 or count <= BN:
         _w2_rows(y_ptr, d_ptr, sorted_ptr, w_base, s_base, first, count, start, stop, stride_y, stride_d, L,
                  K1, K2, HAS2, MT, BN, 0, WIDE, STAGES, INTERPRET)  # fmt: skip
     elif count <= BN + BX // 2:
@@ -409,7 +415,8 @@ def w2_wide_kernel(
     MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Any width: one row tile a program, columns streamed. Program (item * row tiles + row tile); widths as ``w13_kernel``."""
+    """Any width: one row tile a program, columns streamed. Program (item * row tiles + row tile); widths as
+    ``w13_kernel``."""
     tiles = MB // MT
     pid = tl.program_id(0)
     item = pid // tiles

@@ -1,9 +1,11 @@
 """Weighted sum of the chosen experts' outputs: out[t] = sum_k w[t, k] d[t top_k + k], fp32, slot order, one rounding.
 
-A gather in a fixed order rather than atomics in the down product: the same batch gives the same bits. Rows of experts that are
-elsewhere (or id < 0) are neither read nor counted, whatever they hold. Bytes: (pairs + tokens) x L x 2.
+A gather in a fixed order rather than atomics in the down product: the same batch gives the same bits. Rows of experts
+that are elsewhere (or id < 0) are neither read nor counted, whatever they hold. Bytes: (pairs + tokens) x L x 2.
 """
 
+# mypy: allow-untyped-defs
+# (bodies of Triton kernels have no Python types)
 from __future__ import annotations
 
 import torch

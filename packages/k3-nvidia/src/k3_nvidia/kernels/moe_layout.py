@@ -1,33 +1,35 @@
 """MXFP4 expert weights in the order the Hopper kernels read them: a pure re-arrangement of bits, and its inverse.
 
-Source layout (compressed-tensors ``mxfp4-pack-quantized``): ``weight_packed[o, j]`` holds the e2m1 codes of input columns 2j
-(low nibble) and 2j+1 (high nibble); ``weight_scale[o, g]`` is the e8m0 byte of columns 32g..32g+31.
+Source layout (compressed-tensors ``mxfp4-pack-quantized``): ``weight_packed[o, j]`` holds the e2m1 codes of input
+columns 2j (low nibble) and 2j+1 (high nibble); ``weight_scale[o, g]`` is the e8m0 byte of columns 32g..32g+31.
 
-Kernel layout. The weight is the left operand of a tensor-core product whose fragment of 16 rows x 16 columns gives lane
-``4 g + t`` rows g and g+8 and columns 2t, 2t+1, 2t+8, 2t+9. A **block** is 16 rows x 64 columns = 512 bytes = 32 lanes x 4
-words, so that one 16-byte load of a lane is exactly its operand registers of four fragments and nothing is exchanged between
-lanes. Word 2u + r of lane (g, t) of block (mt, kb) holds, in its half h (bits 16h..16h+15), the codes of
+Kernel layout. The weight is the left operand of a tensor-core product whose fragment of 16 rows x 16 columns gives
+lane ``4 g + t`` rows g and g+8 and columns 2t, 2t+1, 2t+8, 2t+9. A **block** is 16 rows x 64 columns = 512 bytes = 32
+lanes x 4 words, so that one 16-byte load of a lane is exactly its operand registers of four fragments and nothing is
+exchanged between lanes. Word 2u + r of lane (g, t) of block (mt, kb) holds, in its half h (bits 16h..16h+15), the
+codes of
 
     row mt*16 + 8*r + g,  column kb*64 + 16*p + 8*u + 2*t + h       r, u, h = 0, 1
 
-at position p = 0..3. The positions are chosen so that an and (after a shift) leaves a bf16 subnormal whose value is the
-code's value times 2^-126: sign at bit 15, the three code bits at bits 8..6.
+at position p = 0..3. The positions are chosen so that an and (after a shift) leaves a bf16 subnormal whose value is
+the code's value times 2^-126: sign at bit 15, the three code bits at bits 8..6.
 
     p = 0: sign 15, code 8..6      p = 1: sign 12, code 5..3 (shift left 3)      p = 2: sign 9, code 2..0 (shift left 6)
     p = 3: sign 14 (left 1), exponent bits 11, 10 (right 3), mantissa bit 13 (right 7)
 
-Blocks lie in memory as [row blocks / 4][column blocks][4], so that a tile of 64 rows streams one contiguous run. Storage is
-int16 (half words): the compiler then sees four 16-column operands instead of an interleave. The scale halves of a block are
-[g][r], the scale byte of columns 0..31 in the low byte and of 32..63 in the high byte.
+Blocks lie in memory as [row blocks / 4][column blocks][4], so that a tile of 64 rows streams one contiguous run.
+Storage is int16 (half words): the compiler then sees four 16-column operands instead of an interleave. The scale
+halves of a block are [g][r], the scale byte of columns 0..31 in the low byte and of 32..63 in the high byte.
 
 One product with 2^126 * 2^(scale-127) in bf16 then gives the exact weight.
 
-Rows: in ``w13`` the row pairs (r = 0, 1) are gate and up of the same channel, so the SiTU epilogue finds both in one thread; in
-``w2`` they are the plain rows g and g + 8. Rows are padded to a multiple of ``ROW_UNIT`` and columns to 64 with code 0 and scale
-byte 0 (a finite exponent: 0 x NaN must never arise).
+Rows: in ``w13`` the row pairs (r = 0, 1) are gate and up of the same channel, so the SiTU epilogue finds both in one
+thread; in ``w2`` they are the plain rows g and g + 8. Rows are padded to a multiple of ``ROW_UNIT`` and columns to 64
+with code 0 and scale byte 0 (a finite exponent: 0 x NaN must never arise).
 
-The idea of swizzling FP4 weights at load so that a lane's load is its tensor-core fragment is well known (Marlin, FasterTransformer
-and Triton's Hopper MXFP4 swizzle use relatives of it); the bit positions here are this project's own.
+The idea of swizzling FP4 weights at load so that a lane's load is its tensor-core fragment is well known (Marlin,
+FasterTransformer and Triton's Hopper MXFP4 swizzle use relatives of it); the bit positions here are this project's
+own.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def _extract(half: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def _luts(device: torch.device) -> torch.Tensor:
-    """[4, 256] int32: the word bits that a source byte contributes at each position (low nibble half 0, high nibble half 1)."""
+    """[4, 256] int32: the word bits that a source byte contributes at each position (low nibble half 0, high nibble
+    half 1)."""
     byte = torch.arange(256, dtype=torch.int64)
     rows = [_place(byte & 15, p) | (_place(byte >> 4, p) << 16) for p in range(4)]
     table = torch.stack(rows)
@@ -120,8 +123,8 @@ def unswizzle_rows(
 class SwizzledExperts:
     """The routed experts of one layer and rank in kernel layout.
 
-    ``w13`` int16 [E, I_pad/32, L/64, 4, 256] and ``s13`` int16 [..., 16]: gate and up interleaved by 8 rows;
-    ``w2`` int16 [E, L/64, I_pad/64, 4, 256] and ``s2``. ``width`` is the unpadded expert width I of this rank, ``latent`` L.
+    ``w13`` int16 [E, I_pad/32, L/64, 4, 256] and ``s13`` int16 [..., 16]: gate and up interleaved by 8 rows; ``w2``
+    int16 [E, L/64, I_pad/64, 4, 256] and ``s2``. ``width`` is the unpadded expert width I of this rank, ``latent`` L.
     ``wide_scales``: some scale byte exceeds 128, so the kernels must use the exact path with two products.
     """
 
@@ -194,9 +197,9 @@ def pack_expert_(
 ) -> None:
     """Write one expert (or a slice of experts) into its place: no second copy of the layer exists.
 
-    Each of ``gate``, ``up`` (uint8 [(n,) I, L/2], [(n,) I, L/32]) and ``down`` ([(n,) L, I/2], [(n,) L, I/32]) is (packed,
-    scale) as in the checkpoint, already cut to this rank. On a GPU one kernel per matrix does it; elsewhere tensor operations.
-    Sets ``dst.wide_scales`` when a scale byte exceeds 128 (one host read per call).
+    Each of ``gate``, ``up`` (uint8 [(n,) I, L/2], [(n,) I, L/32]) and ``down`` ([(n,) L, I/2], [(n,) L, I/32]) is
+    (packed, scale) as in the checkpoint, already cut to this rank. On a GPU one kernel per matrix does it; elsewhere
+    tensor operations. Sets ``dst.wide_scales`` when a scale byte exceeds 128 (one host read per call).
     """
     width, latent, padded = dst.width, dst.latent, dst.padded_width
     for name, (packed, scale), shape in (
@@ -209,7 +212,8 @@ def pack_expert_(
             raise ValueError(f"pack_expert_: {name} must be uint8 codes and uint8 scales")
         if tuple(packed.shape[-2:]) != want[0] or tuple(scale.shape[-2:]) != want[1]:
             raise ValueError(
-                f"pack_expert_: {name} has shapes {tuple(packed.shape)} and {tuple(scale.shape)}; this rank holds {want}"
+                f"pack_expert_: {name} has shapes {tuple(packed.shape)} and {tuple(scale.shape)}; "
+                f"this rank holds {want}"
             )
     device = dst.w13.device
     if not dst.wide_scales:

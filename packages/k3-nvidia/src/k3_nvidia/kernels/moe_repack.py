@@ -1,5 +1,8 @@
-"""Re-arranging MXFP4 codes into the kernel layout on the device: one pass, one read and one write a byte (``moe_layout``)."""
+"""Re-arranging MXFP4 codes into the kernel layout on the device: one pass, one read and one write a byte
+(``moe_layout``)."""
 
+# mypy: allow-untyped-defs
+# (bodies of Triton kernels have no Python types)
 from __future__ import annotations
 
 from typing import Any

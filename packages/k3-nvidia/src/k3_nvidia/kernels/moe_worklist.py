@@ -1,8 +1,9 @@
 """From chosen experts to the work list of the expert kernels, without a host read and for any routing.
 
-A bit matrix says which token chose which local expert: word t/32 of expert e has bit t%32. (An expert occurs at most once among
-a token's choices.) Counts are population counts, the place of a pair among its expert's pairs is a population count of lower bits:
-the result is the same whatever order the programs ran in, although the bits are set by atomic or.
+A bit matrix says which token chose which local expert: word t/32 of expert e has bit t%32. (An expert occurs at most
+once among a token's choices.) Counts are population counts, the place of a pair among its expert's pairs is a
+population count of lower bits: the result is the same whatever order the programs ran in, although the bits are set by
+atomic or.
 
 Buffers (int32, one allocation, see ``Worklist``):
     mask    [WORDS, EB]   EB = experts rounded up to a power of two; must be zero before, with ``ticket``
@@ -13,6 +14,8 @@ Buffers (int32, one allocation, see ``Worklist``):
     sorted  [T * top_k]   pair numbers (token * top_k + slot), by expert, then token
 """
 
+# mypy: allow-untyped-defs
+# (bodies of Triton kernels have no Python types)
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -66,10 +69,9 @@ def build_list(count, work_ptr, number_ptr, offset_ptr, EB: tl.constexpr, BN: tl
 def local_ids(ids, map_ptr, num_local, HAS_MAP: tl.constexpr, valid):
     """Local expert of each global id, and whether it is here (ids < 0: no expert)."""
     valid = valid & (ids >= 0)
+    local = ids
     if HAS_MAP:
         local = tl.load(map_ptr + ids, mask=valid, other=-1)
-    else:
-        local = ids
     valid = valid & (local >= 0) & (local < num_local)
     return tl.where(valid, local, 0), valid
 
@@ -227,7 +229,8 @@ def build(
 ) -> Worklist:
     """Work list of given ids: int32 [T, top_k] contiguous, global (with ``expert_map`` [A] int32) or local; < 0: none.
 
-    One launch up to 128 tokens, a memset and three beyond. Ids of a row are distinct (the operator ``route`` promises it).
+    One launch up to 128 tokens, a memset and three beyond. Ids of a row are distinct (the operator ``route`` promises
+    it).
     """
     tokens, top_k = topk_ids.shape
     lst = allocate(tokens, top_k, num_local, block_n, topk_ids.device)
@@ -241,7 +244,8 @@ def build(
             lst.mask = torch.empty(words * eb, dtype=torch.int32, device=topk_ids.device)
         options = {} if interpreting() else {"launch_pdl": pdl}
         small_kernel[(1,)](
-            topk_ids, emap, lst.mask, lst.ticket, lst.work, lst.number, lst.offset, lst.sorted, tokens, top_k, num_local,
+            topk_ids, emap, lst.mask, lst.ticket, lst.work, lst.number, lst.offset, lst.sorted, tokens, top_k,
+            num_local,
             TK=tk, EB=eb, WORDS=words, BN=block_n, HAS_MAP=has_map, CHUNK=max(1024, tk), PDL=pdl and not interpreting(),
             num_warps=8, **options,
         )  # fmt: skip

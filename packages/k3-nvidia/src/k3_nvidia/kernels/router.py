@@ -1,14 +1,16 @@
 """Router: logits in fp32, sigmoid scores, biased top-k, normalised weights, and the work list in the same launch.
 
     logits = x W_r^T                 bf16 operands, fp32 accumulation, fp32 result
-    s = sigmoid(logits);  chosen = the top_k largest s + bias, ties to the lower expert id
-    weight = s[chosen] / (sum s[chosen] + 1e-20) * factor
+    s = sigmoid(logits);  chosen = the top_k largest s + bias, ties to the lower expert id weight = s[chosen] / (sum
+    s[chosen] + 1e-20) * factor
 
-Up to 128 tokens the product is split along the hidden size over enough programs to stream W_r at full bandwidth; the partial
-sums are added in a fixed order by the choosing kernel, so the same batch gives the same bits. Longer batches use the library's
-product with fp32 output.
+Up to 128 tokens the product is split along the hidden size over enough programs to stream W_r at full bandwidth; the
+partial sums are added in a fixed order by the choosing kernel, so the same batch gives the same bits. Longer batches
+use the library's product with fp32 output.
 """
 
+# mypy: allow-untyped-defs
+# (bodies of Triton kernels have no Python types)
 from __future__ import annotations
 
 from typing import Any
@@ -74,7 +76,8 @@ def _sum_splits(logits_ptr, at, mask, stride_split, SPLITS: tl.constexpr):
 
 @triton.jit
 def route_kernel(
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, map_ptr, mask_ptr, ticket_ptr, work_ptr, number_ptr, offset_ptr, sorted_ptr,
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, map_ptr, mask_ptr, ticket_ptr, work_ptr, number_ptr, offset_ptr,
+    sorted_ptr,
     tokens, num_experts, num_local, top_k, stride_t, stride_split, factor,
     EB: tl.constexpr, TK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, RENORM: tl.constexpr,
     LIST: tl.constexpr, LB: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr, HAS_MAP: tl.constexpr,
@@ -152,7 +155,8 @@ def router_logits(
 ) -> torch.Tensor:
     """Partial fp32 logits [splits, T, E] of bf16 x [T, H] (any row stride) and weight [E, H]; their sum is x W^T.
 
-    ``zero``: an int32 tensor set to zero on the way (the mask and ticket of the work list). One split beyond 128 tokens.
+    ``zero``: an int32 tensor set to zero on the way (the mask and ticket of the work list). One split beyond 128
+    tokens.
     """
     tokens, hidden = x.shape
     num_experts = weight.shape[0]
@@ -208,8 +212,9 @@ def _launch_route(
         logits, ids if bias is None else bias, weights, ids, ids if expert_map is None else expert_map,
         mask, ticket, work, number, offset, order,
         tokens, num_experts, num_local, top_k, logits.stride(1), logits.stride(0), factor,
-        EB=max(16, triton.next_power_of_2(num_experts)), TK=tk, SPLITS=splits, HAS_BIAS=bias is not None, RENORM=renormalize,
-        LIST=mode, LB=16 if lst is None else lst.offset.numel(), WORDS=words, BN=16 if lst is None else lst.block_n,
+        EB=max(16, triton.next_power_of_2(num_experts)), TK=tk, SPLITS=splits, HAS_BIAS=bias is not None,
+        RENORM=renormalize, LIST=mode, LB=16 if lst is None else lst.offset.numel(), WORDS=words,
+        BN=16 if lst is None else lst.block_n,
         HAS_MAP=expert_map is not None, CHUNK=512, PDL=pdl, num_warps=8 if mode == 2 else 1, **options,
     )  # fmt: skip
     return weights, ids
@@ -251,7 +256,8 @@ def route_and_list(
 ) -> tuple[torch.Tensor, torch.Tensor, Worklist]:
     """Router product, choice and work list: two launches up to 128 tokens. Returns (topk_weights, topk_ids, list).
 
-    x bf16 [T, H], weight bf16 [A, H], bias fp32 [A] or None. ``num_local`` experts are here; ``expert_map`` as in ``experts``.
+    x bf16 [T, H], weight bf16 [A, H], bias fp32 [A] or None. ``num_local`` experts are here; ``expert_map`` as in
+    ``experts``.
     """
     tokens = x.shape[0]
     lst = allocate(tokens, top_k, num_local, block_n, x.device)

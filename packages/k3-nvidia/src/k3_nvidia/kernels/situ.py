@@ -1,9 +1,12 @@
-"""SiTU-GLU on [gate | up] rows: beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta), fp32 inside, one rounding.
+"""SiTU-GLU on [gate | up] rows: beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta), fp32 inside, one
+rounding.
 
 Used for the dense layer and the shared experts; the routed experts have it in the epilogue of their first product.
 Contract: ``k3_core.contracts.situ.situ_and_mul``.
 """
 
+# mypy: allow-untyped-defs
+# (bodies of Triton kernels have no Python types)
 from __future__ import annotations
 
 from typing import Any
@@ -28,7 +31,8 @@ def situ_kernel(x_ptr, out_ptr, width, beta, linear_beta, stride_x, stride_out, 
 
 
 def activation_code(hidden_act: str, beta: float | None, linear_beta: float | None) -> tuple[int, float, float]:
-    """(ACT, beta, linear_beta) of ``gated_act``; raises ValueError for an activation that K3 and Kimi-Linear don't have."""
+    """(ACT, beta, linear_beta) of ``gated_act``; raises ValueError for an activation that K3 and Kimi-Linear don't
+    have."""
     if hidden_act == "silu":
         return 0, 1.0, 1.0
     if hidden_act != "situ":

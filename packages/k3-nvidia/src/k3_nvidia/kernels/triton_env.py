@@ -1,4 +1,5 @@
-"""Whether Triton interprets kernels here (TRITON_INTERPRET=1), where inline assembly and launch options do not exist."""
+"""Whether Triton interprets kernels here (TRITON_INTERPRET=1), where inline assembly and launch options do not
+exist."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tile choices of the expert kernels as data, and the rule for devices that nobody measured.
 
-A plan is chosen by the number of pairs an expert can expect, ``pairs = tokens * top_k / experts``: that, not the token count,
-decides how many columns a tile should have. The table is per device name; an unmeasured device of capability 9.0 or higher uses
-``DEFAULT`` (the Hopper rows), one below 9.0 the same tiles with fewer stages (less shared memory).
+A plan is chosen by the number of pairs an expert can expect, ``pairs = tokens * top_k / experts``: that, not the token
+count, decides how many columns a tile should have. The table is per device name; an unmeasured device of capability 9.0
+or higher uses ``default`` (the Hopper rows), one below 9.0 the same tiles with fewer stages (less shared memory).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Plan:
-    """Tiles of one expert call. block_n: tokens a tile, plus up to extra_n more in a second accumulator; w13: row blocks (16 rows each), column blocks (64 each), warps, stages;
-    w2: row blocks, warps, stages and row tiles a program (narrow kernel), or wide_mt row blocks and kt2 column blocks."""
+    """Tiles of one expert call. block_n: tokens a tile, plus up to extra_n more in a second accumulator; w13: row
+    blocks (16 rows each), column blocks (64 each), warps, stages;
+    w2: row blocks, warps, stages and row tiles a program (narrow kernel), or wide_mt row blocks and kt2 column
+    blocks."""
 
     block_n: int
     mt13: int
