@@ -22,6 +22,7 @@ from k3_core.vllm.backends import Step
 from k3_core.vllm.layers import cache
 from k3_core.vllm.layers.kda import KimiDeltaAttention
 from k3_core.vllm.layers.mla import KimiLatentAttention
+from k3_core.vllm.layers.moe import MoE
 
 #: Tokens of three sequences, step by step: a whole prompt, chunks, decodes, an idle sequence, a one-token prompt.
 STEPS: list[dict[int, int]] = [{0: 5, 1: 7}, {0: 1, 1: 6}, {1: 1, 2: 1, 0: 1}, {2: 1, 1: 4}, {0: 1, 2: 3, 1: 1}]
@@ -60,6 +61,13 @@ def fill(layer: torch.nn.Module) -> None:
             weight.data = 1 + 0.2 * torch.randn(weight.shape)
         if name == "dt_bias":
             weight.data = torch.randn(weight.shape) - 3
+
+
+def fill_plain(layer: torch.nn.Module) -> None:
+    """As :func:`fill`, for a module of which some parameters are bytes."""
+    for weight in layer.parameters():
+        if weight.is_floating_point():
+            weight.data = torch.randn(weight.shape) / weight.shape[-1] ** 0.5
 
 
 def strided_cache(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -220,8 +228,13 @@ def mla_layer(text: TextConfig) -> tuple[KimiLatentAttention, Tensor]:
     return layer, pages
 
 
-def test_mla_equals_the_whole_sequence(text: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.01])
+def test_mla_equals_the_whole_sequence(text: TextConfig, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smaller scale gives latents of mean square 1e-5, where the norms' eps (1e-6, not the config's) shows."""
     layer, pages = mla_layer(text)
+    for name in ("q_a_proj", "kv_a_proj_with_mqa"):
+        if hasattr(layer, name):
+            getattr(layer, name).weight.data.mul_(scale)
     xs = inputs(text)
     outputs = run(layer, xs, monkeypatch)
     low = text.q_lora_rank is not None
@@ -259,3 +272,30 @@ def test_pages_of_both_kinds_have_one_size() -> None:
     config.cache_config.block_size = 4096
     state, latent = kda_layer(text)[0].get_kv_cache_spec(config), mla_layer(text)[0].get_kv_cache_spec(config)
     assert state.page_size_bytes == latent.page_size_bytes == 4096 * cache.latent_width(text) * 4
+
+
+def packed_moe(text: TextConfig) -> MoE:
+    """A layer whose experts hold random MXFP4 bytes with scales around one."""
+    block = MoE(text, packed=True)
+    fill_plain(block)
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in block.experts.named_parameters():
+        low, high = (120, 125) if name.endswith("scale") else (0, 256)
+        weight.data = torch.randint(low, high, weight.shape, generator=generator, dtype=torch.uint8)
+    return block
+
+
+def test_packed_experts_unpacked_by_use_equal_unpacked_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice that `loading` makes by size changes no bit."""
+    from k3_core.vllm import loading
+
+    block, x = packed_moe(tiny_config("k3").text), torch.randn(9, 256)
+    by_use = block(x)
+    monkeypatch.setattr(loading, "UNPACK_LIMIT", 0)
+    loading._settle_experts(block, torch.float32)
+    assert block.experts.packed
+    monkeypatch.undo()
+    loading._settle_experts(block, torch.float32)
+    assert not block.experts.packed
+    assert torch.equal(block(x), by_use)
+    assert by_use.abs().max() > 0.1

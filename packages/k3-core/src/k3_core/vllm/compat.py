@@ -163,13 +163,21 @@ def repository_json(model_config: Any, file: str) -> dict[str, Any]:
 
 
 def checkpoint_folder(model_config: Any) -> Path:
-    """The local folder of the checkpoint; for a name on the hub the folder it was fetched to."""
+    """The local folder of the checkpoint; for a name on the hub the folder it was fetched to (``--download-dir``).
+
+    vLLM says where while it loads a model, which is when this is called.
+    """
     folder = Path(model_config.model)
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
+    from vllm.config import get_current_vllm_config_or_none
 
-    return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+    current = get_current_vllm_config_or_none()
+    cache = None if current is None else current.load_config.download_dir
+    return Path(
+        snapshot_download(model_config.model, revision=model_config.revision, cache_dir=cache, local_files_only=True)
+    )
 
 
 def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
