@@ -94,7 +94,7 @@ def test_a_streamed_completion_equals_the_unstreamed_one(client: Any, server: Se
     whole = client.completions.create(model=server.name, prompt=prompt, max_tokens=16, **GREEDY)
     stream = client.completions.create(model=server.name, prompt=prompt, max_tokens=16, stream=True, **GREEDY)
     events = [event.choices[0] for event in stream if event.choices]
-    assert len(events) > 4, "the completion came in one piece"
+    assert len(events) > 1, "the completion came in one piece"
     assert "".join(event.text for event in events) == whole.choices[0].text
     assert whole.choices[0].token_ids == reference.generate(prompt, 16)
 
