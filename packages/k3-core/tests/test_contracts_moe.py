@@ -196,3 +196,9 @@ def test_gated_norm_formula_and_rounding() -> None:
     assert torch.equal(narrow, wide.bfloat16())
     with pytest.raises(ValueError, match="rounding"):
         norm.rms_norm(o, weight, 1e-5, rounding="twice")  # type: ignore[arg-type]
+
+
+def test_tiny_scores_are_still_renormalised():
+    """1e-20 guards a division by zero only: scores of 6e-16 give equal shares."""
+    weights = moe.route(torch.full((3, 8), -35.0), None, 4).weights
+    torch.testing.assert_close(weights, torch.full((3, 4), 0.25), atol=0, rtol=1e-4)

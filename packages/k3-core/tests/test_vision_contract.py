@@ -55,6 +55,33 @@ def largest(ours: Tensor, theirs: np.ndarray) -> float:
     return float((ours.double() - torch.from_numpy(theirs).double()).abs().max())
 
 
+# --- rounding --------------------------------------------------------------------------------------------------------
+
+
+def test_every_norm_rounds_once_in_bf16():
+    """As torch's own RMSNorm does; rounding before the weight, too, would pass the tolerances against the goldens."""
+    tower, projector = weights(torch.bfloat16)
+    pixels, grids = item("rgb_56x56")
+    norm = functools.partial(torch.nn.functional.rms_norm, eps=VISION_EPS)
+    layer, heads = tower.blocks[0], tower.num_heads
+    x = vision.patch_embed(pixels, tower.patch_proj) + vision.positions(tower.pos_emb, grids)
+    hidden, patches = x.shape[-1:], [len(x)]
+    cos, sin = vision.rope_2d(grids, layer.wo.shape[1] // heads)
+
+    q, k, v = (norm(x, hidden, layer.norm0) @ layer.wqkv.T).unflatten(-1, (3, heads, -1)).unbind(1)
+    after = x + vision.attend(vision.apply_rope(q, cos, sin), vision.apply_rope(k, cos, sin), v).flatten(1) @ layer.wo.T
+    inner = torch.nn.functional.gelu(norm(after, hidden, layer.norm1) @ layer.fc0.T, approximate="tanh")
+    expected = after + inner @ layer.fc1.T
+    got = vision.block(x, layer, heads, cos, sin, patches)
+    assert torch.equal(got, expected)
+
+    merged = vision.tower(pixels, grids, dataclasses.replace(tower, blocks=[layer]))
+    assert torch.equal(merged, vision.merge(norm(expected, hidden, tower.final_layernorm), grids))
+    wide = torch.nn.functional.gelu(merged.flatten(1) @ projector.linear_1.T) @ projector.linear_2.T
+    last = torch.nn.functional.rms_norm(wide, wide.shape[-1:], projector.post_norm, projector.eps)
+    assert torch.equal(vision.projector(merged, projector), last)
+
+
 # --- against the released code ---------------------------------------------------------------------------------------
 
 

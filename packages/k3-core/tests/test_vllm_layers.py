@@ -299,3 +299,12 @@ def test_packed_experts_unpacked_by_use_equal_unpacked_ones(monkeypatch: pytest.
     assert not block.experts.packed
     assert torch.equal(block(x), by_use)
     assert by_use.abs().max() > 0.1
+
+
+def test_a_row_on_the_null_block_is_no_request() -> None:
+    """Padding may bring tokens; the null block is never its state."""
+    table = torch.tensor([[3], [0], [2]], dtype=torch.int32)
+    step = Step([0, 2, 3, 3], [5, 1, 4], [3, 0, 2], table, torch.tensor([0, 1, -1]))
+    assert [(request.row, request.start, request.end) for request in step.requests] == [(0, 0, 2)]
+    assert not step.decode
+    assert step.prefill.tokens.tolist() == [0, 1]
