@@ -111,3 +111,12 @@ def test_refusals() -> None:
         mla.attend(q, rows, kv_b, NOPE)
     with pytest.raises(ValueError, match="key sequences"):
         mla.attend(q, rows, kv_b, NOPE, cu_seqlens_q=[0, 2, 4])
+
+
+def test_the_gate_is_rounded_before_the_product() -> None:
+    """As released: a BF16 sigmoid, then a BF16 product. One rounding would pass the goldens' tolerance."""
+    generator = torch.Generator().manual_seed(1)
+    attention, gate = torch.randn(2, 64, 48, generator=generator).bfloat16().unbind(0)
+    expected = attention * torch.sigmoid(gate.float()).bfloat16()
+    assert torch.equal(mla.apply_gate(attention, gate), expected)
+    assert not torch.equal((attention.float() * torch.sigmoid(gate.float())).bfloat16(), expected)
