@@ -121,15 +121,20 @@ def _kernels() -> Iterable[Implementation]:
     def kernel(
         name: str, module: Any, function: Callable[..., Any], supports: Callable[[CallSpec], tuple[bool, str]]
     ) -> Implementation:
+        def on_gpu(spec: CallSpec) -> tuple[bool, str]:
+            # Also where Triton interprets: its interpreter is for the kernels' own tests, not for a model.
+            ok, why = _on_gpu(spec)
+            return supports(spec) if ok else (ok, why)
+
         profiles = getattr(module, "warmup_profiles", None)
-        return Implementation(name, KERNEL, function, supports, priority=10, warmup_profiles=profiles)
+        return Implementation(name, KERNEL, function, on_gpu, priority=10, warmup_profiles=profiles)
 
     yield kernel("attn_res", attn_res, attn_res.attn_res, _attn_res_supports)
     yield kernel("short_conv", kda_prefill, prefill.short_conv, prefill.supports_short_conv)
     yield kernel("kda_prefill", kda_prefill, prefill.kda_prefill, prefill.supports_prefill)
     yield kernel("gated_norm", kda_prefill, prefill.gated_norm, prefill.supports_gated_norm)
     for name in ("kda_decode", "kda_verify"):
-        yield kernel(name, kda_step, getattr(kda_step, name), _step_supports)
+        yield kernel(name, kda_step, getattr(kda_step, name), kda_step.supports_step)
     yield kernel("route", router, router.route, _route_supports)
     yield kernel("situ", situ, situ.situ_and_mul, _situ_supports)
     yield Implementation(
@@ -156,30 +161,22 @@ def _attn_res_supports(spec: CallSpec) -> tuple[bool, str]:
         return False, f"attn_res: hidden size {hidden} is not a multiple of 8"
     if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False, f"attn_res: dtype {spec.dtype} is not bfloat16, float16 or float32"
-    return _on_gpu(spec)
-
-
-def _step_supports(spec: CallSpec) -> tuple[bool, str]:
-    from k3_nvidia.kernels import kda_checks
-
-    return kda_checks.supports(spec, (torch.bfloat16, torch.float32))
+    return True, f"attn_res: Triton, hidden size {hidden}"
 
 
 def _route_supports(spec: CallSpec) -> tuple[bool, str]:
     from k3_nvidia.kernels import router
 
     options = spec.options
-    ok, why = router.supports(
+    return router.supports(
         spec.sizes["A"], spec.sizes["X"], options.get("num_expert_group", 1), options.get("topk_group", 1)
     )
-    return _on_gpu(spec) if ok else (ok, why)
 
 
 def _situ_supports(spec: CallSpec) -> tuple[bool, str]:
     from k3_nvidia.kernels import situ
 
-    ok, why = situ.supports(spec.dtype)
-    return _on_gpu(spec) if ok else (ok, why)
+    return situ.supports(spec.dtype)
 
 
 def _experts_supports(spec: CallSpec) -> tuple[bool, str]:
