@@ -185,7 +185,7 @@ def _halved_part(
     return M + M_in, A + A_in, (k * start).to(tl.float16)
 
 
-@triton.jit(do_not_specialize=["num_heads"])
+@triton.jit(do_not_specialize=["num_heads"], do_not_specialize_on_alignment=["beta_ptr"])
 def kda_chunk_kernel(
     q_ptr, k_ptr, v_ptr, z_ptr, scale_ptr, g_ptr, middle_ptr, beta_ptr, a_log_ptr, dt_bias_ptr, lower_bound,
     chunk_ptr, w_ptr, ut_ptr, qg_ptr, kg_ptr, a_ptr, gamma_ptr,

@@ -30,7 +30,7 @@ def _tap(x_ptr, state_at, at, start, x_stride, c, column_stride, BACK: tl.conste
     return x
 
 
-@triton.jit(do_not_specialize=["slot_stride"])
+@triton.jit(do_not_specialize=["slot_stride"], do_not_specialize_on_alignment=["slot_ptr", "init_ptr", "cu_ptr"])
 def short_conv_kernel(
     x_ptr, weight_ptr, state_ptr, out_ptr, chunk_ptr, cu_ptr, slot_ptr, init_ptr,
     x_stride, out_stride, weight_stride, state_stride, channel_stride, column_stride, slot_stride, channels,

@@ -85,10 +85,10 @@ def plan_prefill(
         order += range(first_segment, first_segment + max(pieces - 1, 0))
         if pieces > 2:
             scans += [first_segment, pieces]
-    packed = torch.tensor(chunks + segments + order + scans, dtype=torch.int32)
+    # Every table starts on 16 bytes whatever the batch: pointers of varying alignment would be varying kernel variants.
+    filler = [0] * (-len(order) % 4)
+    packed = torch.tensor(chunks + segments + order + filler + scans, dtype=torch.int32)
     if torch.device(device).type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    parts = packed.split([len(chunks), len(segments), len(order), len(scans)])
-    return PrefillPlan(
-        len(bounds) - 1, bounds[-1], parts[0].view(-1, 4), parts[1].view(-1, 4), parts[2], parts[3].view(-1, 2)
-    )
+    c, s, o, _, x = packed.split([len(chunks), len(segments), len(order), len(filler), len(scans)])
+    return PrefillPlan(len(bounds) - 1, bounds[-1], c.view(-1, 4), s.view(-1, 4), o, x.view(-1, 2))

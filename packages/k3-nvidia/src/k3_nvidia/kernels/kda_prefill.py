@@ -7,6 +7,8 @@ plus 128 KiB a segment and head at D = 128.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -257,3 +259,14 @@ def gated_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, *, out: Tens
         D=dim, **options,
     )  # fmt: skip
     return out
+
+
+def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
+    """Batches that together reach every variant: an uncut sequence, one cut into several segments, a ragged one.
+
+    lengths: tokens of each sequence; segment_chunks: the argument of plan_prefill. Sizes add no variant.
+    """
+    return [
+        {"lengths": (1, 65), "segment_chunks": 0},
+        {"lengths": (5 * CHUNK,), "segment_chunks": 1},
+    ]

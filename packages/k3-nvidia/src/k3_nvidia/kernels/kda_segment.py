@@ -31,7 +31,7 @@ def _initial(state_ptr, init_ptr, slot, seq, state_stride, head, rows, cols, D: 
     return tl.load(at, mask=(rows[:, None] >= 0) & use, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_heads", "slot_stride"])
+@triton.jit(do_not_specialize=["num_heads", "slot_stride"], do_not_specialize_on_alignment=["slot_ptr", "init_ptr"])
 def kda_local_kernel(
     w_ptr, ut_ptr, kg_ptr, gamma_ptr, segment_ptr, order_ptr, start_ptr, hi_ptr, lo_ptr,
     state_ptr, slot_ptr, init_ptr, state_stride, slot_stride, num_heads,
@@ -118,7 +118,7 @@ def kda_scan_kernel(
         tl.store(start_ptr + entry + tile, S)
 
 
-@triton.jit(do_not_specialize=["num_heads", "slot_stride"])
+@triton.jit(do_not_specialize=["num_heads", "slot_stride"], do_not_specialize_on_alignment=["slot_ptr", "init_ptr"])
 def kda_output_kernel(
     w_ptr, ut_ptr, qg_ptr, kg_ptr, a_ptr, gamma_ptr, chunk_ptr, segment_ptr, start_ptr, out_ptr,
     state_ptr, slot_ptr, init_ptr, out_stride, state_stride, slot_stride, num_heads,

@@ -22,6 +22,8 @@ Formulas: k3_core.contracts.kda; slots and columns of verification: the operator
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -66,7 +68,7 @@ def _norm(o, weight, gate, eps, D: tl.constexpr):
     return o * tl.rsqrt(tl.sum(o * o, axis=0) * (1.0 / D) + eps) * weight * sigmoid(gate)
 
 
-@triton.jit(do_not_specialize=["slot_stride"])
+@triton.jit(do_not_specialize=["slot_stride"], do_not_specialize_on_alignment=["slot_ptr", "beta_ptr"])
 def kda_decode_kernel(
     qkv_ptr, z_ptr, beta_ptr, gate_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, conv_ptr, state_ptr,
     slot_ptr, out_ptr, o_ptr, lower_bound, eps,
@@ -144,7 +146,10 @@ def kda_decode_kernel(
             tl.store(out_ptr + token * out_stride + head * D + c, o.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["slot_stride", "slot_column_stride"])
+@triton.jit(
+    do_not_specialize=["slot_stride", "slot_column_stride"],
+    do_not_specialize_on_alignment=["slot_ptr", "beta_ptr", "accepted_ptr", "cu_ptr"],
+)
 def kda_verify_kernel(
     qkv_ptr, z_ptr, beta_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, conv_ptr, state_ptr,
     slot_ptr, accepted_ptr, cu_ptr, o_ptr, lower_bound,
@@ -213,7 +218,10 @@ def kda_verify_kernel(
             tl.store(o_at, o)
 
 
-@triton.jit(do_not_specialize=["slot_stride", "tokens", "padded_rows"])
+@triton.jit(
+    do_not_specialize=["slot_stride", "tokens", "padded_rows"],
+    do_not_specialize_on_alignment=["slot_ptr", "accepted_ptr", "cu_ptr"],
+)
 def kda_verify_finish_kernel(
     qkv_ptr, gate_ptr, norm_ptr, conv_ptr, slot_ptr, accepted_ptr, cu_ptr, o_ptr, out_ptr, eps,
     qkv_stride, gate_stride, out_stride, conv_stride, channel_stride, column_stride, slot_stride, tokens, padded_rows,
@@ -382,3 +390,13 @@ def _check_step(
         return torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     checks.check_rows(op, "out", out, (tokens, heads, dim), _FLOATS)
     return out
+
+
+def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
+    """Row counts on each side of every boundary of the tuning table; row counts within a boundary share a variant."""
+    text = getattr(config, "text", config)
+    heads = int(getattr(limits, "local_heads", 0) or text.linear_attn.num_heads)
+    most = max(int(getattr(limits, "max_num_seqs", 256)), 1)
+    edges = [e["up_to"] // heads for name in ("decode", "verify") for e in tuning.table()[name] if e["up_to"]]
+    rows = {1, most, *(min(max(r + d, 1), most) for r in edges for d in (0, 1))}
+    return [{"rows": r} for r in sorted(rows)]
