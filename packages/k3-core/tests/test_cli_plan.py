@@ -204,6 +204,14 @@ def test_more_tokens_fit_with_a_smaller_cache() -> None:
     assert sizes[0] < sizes[1] * 0.6
 
 
+def test_data_parallelism_is_planned_only_when_asked_for() -> None:
+    _, report = invoke("--gpu", "b200", "--nodes", "2")
+    assert {t["dp"] for t in report["topologies"]} == {1}
+    _, report = invoke("--gpu", "b200", "--nodes", "2", "--dp", "2")
+    assert {t["dp"] for t in report["topologies"]} == {2}
+    assert all(any("K3_IMPL=upstream" in r for r in t["reasons"]) for t in report["topologies"])
+
+
 def test_room_ranks_by_tokens() -> None:
     _, report = invoke("--gpu", "h200", "--nodes", "2", "--prefer", "room")
     tokens = [t["tokens"] for t in report["topologies"] if t["fits"]]

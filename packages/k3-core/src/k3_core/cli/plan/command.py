@@ -28,7 +28,7 @@ def plan(
     memory_gib: Annotated[float | None, typer.Option(help="Memory of one accelerator, replacing the table's.")] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="Only this tensor parallel size.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Only this pipeline size.")] = None,
-    dp: Annotated[int | None, typer.Option(min=1, help="Only this data parallel size.")] = None,
+    dp: Annotated[int, typer.Option(min=1, help="Data parallel size; above 1 only vLLM's own model serves it.")] = 1,
     ep: Annotated[bool | None, typer.Option("--ep/--no-ep", help="Only with or without expert parallelism.")] = None,
     max_len: Annotated[int, typer.Option(min=1, help="Longest sequence to serve.")] = 131072,
     seqs: Annotated[int, typer.Option(min=1, help="Sequences served together.")] = 32,

@@ -200,4 +200,7 @@ def _reasons(plan: Plan, device: Device, config: K3Config, request: Request) -> 
     if device.arch == "sm_90" and heads < 12 and not config.is_kimi_linear:
         yield f"{heads} heads a rank: few blocks for KDA prefill, and vLLM's own fused decode kernel refuses them"
     if layout.dp > 1:
-        yield f"{layout.dp} replicas of attention: more requests at once, not a faster one"
+        yield (
+            f"{layout.dp} replicas of attention: more requests at once, not a faster one; our wheels refuse data "
+            "parallelism, K3_IMPL=upstream leaves it to vLLM's own model"
+        )
