@@ -115,6 +115,33 @@ def rank_config(layers: int = 8, experts: int = 896) -> Any:
 
 # -------------------------------------------------------------------------------------------------------------- engines
 
+COMPILED: list[str] = []
+
+
+def watch_compiler() -> None:
+    """Note every kernel of this wheel that Triton compiles from now on."""
+    from triton.runtime.jit import JITFunction
+
+    honest = getattr(JITFunction, "_do_compile", None)
+    if honest is None:
+        COMPILED.append("this Triton has no _do_compile to watch")
+        return
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = f"{self.fn.__module__}.{self.fn.__name__}"
+        if name.startswith("k3_nvidia"):
+            COMPILED.append(name)
+        return honest(self, *args, **kwargs)
+
+    JITFunction._do_compile = watched
+
+
+def compiled_since() -> list[str]:
+    """Kernels compiled since the last call."""
+    names = sorted(COMPILED)
+    COMPILED.clear()
+    return names
+
 
 def start(folder: Path, **options: Any) -> Any:
     from vllm import LLM
@@ -215,6 +242,7 @@ def tiny(preset: str, work: Path) -> None:
         llm = start(folder, **options)
         started = time.monotonic() - began
         say(part=preset, mode=mode, start_s=round(started, 1), model=type(model_of(llm)).__name__)
+        say(part=preset, mode=mode, compiled_at_start=len(compiled_since()))
         say(part=preset, mode=mode, check="batch", **compare(generate(llm, ids), ids, exact, rounded))
         first, other = prompts((300, 290), seed=4)
         again = [first, other, first, first + other[:70]]
@@ -229,6 +257,7 @@ def tiny(preset: str, work: Path) -> None:
             prompt = [[7, 8, 9, config.media_placeholder_token_id, 10, 11]]
             found = compare(generate(llm, prompt, [image]), prompt, exact, rounded, [image])
             say(part=preset, mode=mode, check="image", **found)
+        say(part=preset, mode=mode, compiled_while_serving=compiled_since())
         stop(llm)
         del llm
     from k3_nvidia import dispatch
@@ -324,13 +353,14 @@ def rank(work: Path) -> None:
         gpu_memory_utilization=0.6,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
     )
-    say(part="rank", start_s=round(time.monotonic() - began, 1))
+    say(part="rank", start_s=round(time.monotonic() - began, 1), compiled_at_start=len(compiled_since()))
     randomise(model_of(llm))
     for batch in (1, 8, 32, 128):
         decode_ms(llm, batch, 128, steps=10)  # warm
         say(part="rank", shape="TP16 rank, 8 layers", decode_batch=batch, ms=round(decode_ms(llm, batch, 128), 3))
     for length in (1024, 8192):
         say(part="rank", shape="TP16 rank, 8 layers", prefill=length, ms=round(prefill_ms(llm, length), 2))
+    say(part="rank", compiled_while_serving=compiled_since())
     say(part="rank", peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2))
     stop(llm)
 
@@ -349,6 +379,7 @@ def main() -> int:
         import vllm
 
         say(device=torch.cuda.get_device_name(), torch=torch.__version__, vllm=vllm.__version__)
+        watch_compiler()
     parts: dict[str, Callable[[Path], None]] = {
         "tiny": lambda work: tiny("k3", work),
         "linear": lambda work: tiny("linear", work),

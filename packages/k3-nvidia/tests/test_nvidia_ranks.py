@@ -238,3 +238,37 @@ def test_a_tensor_without_a_shard_is_named(nvidia_tiny: Path) -> None:
     assert "language_model.model.layers.1.block_sparse_moe.experts.3" in missing
     with pytest.raises(CheckpointError, match=r"A_log.*shape"):
         places.put("language_model.model.layers.2.self_attn.A_log", torch.zeros(7))
+
+
+def test_warm_up_runs_every_kind_of_step_and_leaves_the_caches_alone(nvidia_tiny: Path) -> None:
+    from k3_nvidia import warmup
+    from k3_nvidia.kda import KimiDeltaAttention
+
+    limits = warmup.Limits(max_num_batched_tokens=80, max_num_seqs=4, num_spec=0)
+    with groups(Group(), Group()):
+        model = build(settled(nvidia_tiny), CheckpointReader(nvidia_tiny).config)
+        fill(model)
+    bind_caches(model)
+    layer = next(m for m in model.modules() if isinstance(m, KimiDeltaAttention))
+    before = [pool.clone() for pool in layer.kv_cache]
+    warmup.run_kda(layer, limits, torch.float32, torch.device("cpu"))
+    for old, new in zip(before, layer.kv_cache, strict=True):
+        assert old.isnan().equal(new.isnan())
+        assert old.isnan().all()
+
+
+def test_warm_up_covers_both_sides_of_every_edge(nvidia_tiny: Path) -> None:
+    pytest.importorskip("triton")
+    from k3_nvidia import dispatch, warmup
+
+    config = CheckpointReader(nvidia_tiny).config
+    limits = warmup.Limits(max_num_batched_tokens=8192, max_num_seqs=128, num_spec=0)
+    counts = warmup.token_counts(config, limits)
+    assert counts[0] == 1
+    assert counts[-1] == 8192
+    for profiles in dispatch.warmup_profiles(config, limits).values():
+        for profile in profiles:
+            edge = profile.get("tokens", 1)
+            assert edge in counts
+            assert edge + 1 in counts or edge == 8192
+    assert any(count % 16 for count in counts if count > 256)

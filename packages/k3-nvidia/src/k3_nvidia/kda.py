@@ -112,6 +112,14 @@ class KimiDeltaAttention(Loadable, MambaBase):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normed hidden states [T, H] -> [T, H]; zeros where the step has no metadata and in padding rows."""
+        qkv, z, beta, gate = self.project(x)
+        out = torch.empty_like(z, memory_format=torch.contiguous_format)
+        self._attend(qkv, z, beta, gate, out)
+        result: Tensor = self.o_proj(out.flatten(1))
+        return result
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """qkv [T, 3 N D] before the convolution, z [T, N, D], beta fp32 [T, N] and the gate's logits [T, N, D]."""
         projected = self.in_proj(x)
         heads = (-1, self.head_dim)
         z = self.f_b_proj(self.rows.columns(projected, "f_a_proj")).unflatten(-1, heads)
@@ -120,10 +128,7 @@ class KimiDeltaAttention(Loadable, MambaBase):
         else:
             gate = self.g_b_proj(self.rows.columns(projected, "g_a_proj")).unflatten(-1, heads)
         beta = torch.sigmoid(self.rows.columns(projected, "b_proj").float())
-        out = torch.empty_like(z, memory_format=torch.contiguous_format)
-        self._attend(self.rows.columns(projected, "q_proj", "v_proj"), z, beta, gate, out)
-        result: Tensor = self.o_proj(out.flatten(1))
-        return result
+        return self.rows.columns(projected, "q_proj", "v_proj"), z, beta, gate
 
     @eager_break_during_capture
     def _attend(self, qkv: Tensor, z: Tensor, beta: Tensor, gate: Tensor, out: Tensor) -> None:

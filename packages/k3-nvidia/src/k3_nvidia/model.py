@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from vllm.distributed import get_pp_group
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -39,7 +40,7 @@ from k3_core.contracts.attn_res import Schedule
 from k3_core.errors import ConfigError
 from k3_core.vllm import compat
 from k3_core.vllm.processor import MEDIA_PAD, K3DummyInputsBuilder, K3MultiModalProcessor, K3ProcessingInfo
-from k3_nvidia import loading, vision
+from k3_nvidia import dispatch, loading, vision, warmup
 from k3_nvidia.attn_res import Mix
 from k3_nvidia.kda import KimiDeltaAttention, StateShapes, state_dtypes, state_shapes
 from k3_nvidia.layers import GatedMLP, Loadable, below, norm, tp
@@ -282,6 +283,7 @@ class KimiLinearForCausalLM(nn.Module, SupportsPP, SupportsEagle3, HasInnerState
                 else ParallelLMHead(text.vocab_size, text.hidden_size, prefix=f"{outer}lm_head")
             )
         self.logits_processor = LogitsProcessor(text.vocab_size)
+        self._cold = dispatch.device()[0] == "cuda"
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Token embeddings [T, H] of ids [T]."""
@@ -300,6 +302,9 @@ class KimiLinearForCausalLM(nn.Module, SupportsPP, SupportsEagle3, HasInnerState
 
         ``positions`` is not used: the model has none.
         """
+        if self._cold and get_forward_context().attn_metadata is None:
+            self._cold = False
+            warmup.run(self)
         if not self.model.first:
             assert intermediate_tensors is not None, "a later pipeline stage needs the hand-off"
             return self.model(intermediate_tensors["hidden_states"], intermediate_tensors)
