@@ -22,8 +22,8 @@ from k3_nvidia.kernels import experts_gemm, moe_combine, moe_repack, moe_worklis
 from k3_nvidia.tuning import experts as tuning
 
 TYPES = {
-    "x_ptr": "*bf16", "y_ptr": "*bf16", "d_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32", "bias_ptr": "*fp32",
-    "logits_ptr": "*fp32", "beta": "fp32", "linear_beta": "fp32", "factor": "fp32",
+    "x_ptr": "*bf16", "y_ptr": "*bf16", "d_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32",
+    "bias_ptr": "*fp32", "logits_ptr": "*fp32", "beta": "fp32", "linear_beta": "fp32", "factor": "fp32",
 }  # fmt: skip
 DIVISIBLE = ("hidden", "latent", "num_experts", "width", "L")  # multiples of 16 in every K3 shape
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -59,7 +59,9 @@ def compile_kernel(
         sass = subprocess.run([BIN / "nvdisasm", cubin], capture_output=True, text=True, check=True).stdout
     used = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert used is not None, usage
+    stores = max((body.count("STS") for body in _loops(sass)), default=0)
     return {
+        "loop_shared_stores": stores,
         "registers": int(used[1]),
         "stack": int(used[2]),
         "local": int(used[4]),
@@ -69,6 +71,25 @@ def compile_kernel(
         "local_memory_ops": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         "warps": warps,
     }
+
+
+def _loops(sass: str) -> list[list[str]]:
+    """Opcodes of the innermost loops that hold a matrix instruction."""
+    lines: list[tuple[str, str]] = []
+    for text in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", text):
+            lines.append(("label", label[1]))
+        elif op := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(.*?);", text):
+            lines.append((op[1], op[2]))
+    at = {name: i for i, (kind, name) in enumerate(lines) if kind == "label"}
+    bodies = []
+    for i, (op_name, rest) in enumerate(lines):
+        target = re.search(r"(\.L_x_\d+)", rest) if op_name == "BRA" else None
+        if target and at.get(target[1], i) < i:
+            body = [name for name, _ in lines[at[target[1]] : i]]
+            if any("MMA" in name for name in body):
+                bodies.append(body)
+    return bodies
 
 
 def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]]:
@@ -114,8 +135,14 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
 
 
 def main() -> None:
+    """``expert_kernels_aot.py [arch [name ...]]``; variants that differ in nothing are compiled once."""
     arch = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+    only, seen = sys.argv[2:], set()
     for name, fn, constants, warps, stages, types in variants():
+        key = (fn.__name__, tuple(sorted(constants.items())), warps, stages)
+        if key in seen or (only and name not in only):
+            continue
+        seen.add(key)
         print(json.dumps({"name": name, **compile_kernel(fn, constants, warps, stages, types, arch)}), flush=True)
 
 
