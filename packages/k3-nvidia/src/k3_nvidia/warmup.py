@@ -5,11 +5,13 @@ by 16. Token counts decide most of them: the model runs once, without metadata, 
 or such a property changes. KDA's kernels do not run without metadata, so one layer runs them on pools of its own.
 
 It happens in vLLM's own profiling run, the first forward pass of a model, so its memory is accounted for.
+``K3_WARMUP=0`` leaves compilation to first use: a faster start with a cold cache, and slow first requests.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,6 +76,9 @@ def _attn_res_edges() -> Iterator[int]:
 @torch.no_grad()
 def run(text_model: Any) -> None:
     """Meet every variant once on the device of ``text_model`` (a KimiLinearForCausalLM), outside any graph."""
+    if os.environ.get("K3_WARMUP", "1") == "0":
+        logger.info("Kimi K3: K3_WARMUP=0, kernels are compiled when they are first used")
+        return
     started = time.monotonic()
     limits = Limits.of(text_model.vllm_config)
     dtype = text_model.model_config.dtype

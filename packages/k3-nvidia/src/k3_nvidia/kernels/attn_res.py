@@ -173,7 +173,7 @@ def _fold(
     return renewed, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "write_block"])
 def _attn_res_kernel(
     out_ptr, prefix_ptr, delta_ptr, bank_ptr, norm_ptr, proj_ptr, out_norm_ptr,
     prefix_stride, delta_stride, bank_stride, block_stride, num_tokens, eps, out_eps,
