@@ -16,13 +16,14 @@ from torch import Tensor
 
 from k3_core.checkpoint import tiny_config
 from k3_core.config import TextConfig
-from k3_core.contracts import kda, mla
+from k3_core.contracts import kda, mla, vision
 from k3_core.vllm import compat
 from k3_core.vllm.backends import Step
 from k3_core.vllm.layers import cache
 from k3_core.vllm.layers.kda import KimiDeltaAttention
 from k3_core.vllm.layers.mla import KimiLatentAttention
 from k3_core.vllm.layers.moe import MoE
+from k3_core.vllm.layers.vision import Projector
 
 #: Tokens of three sequences, step by step: a whole prompt, chunks, decodes, an idle sequence, a one-token prompt.
 STEPS: list[dict[int, int]] = [{0: 5, 1: 7}, {0: 1, 1: 6}, {1: 1, 2: 1, 0: 1}, {2: 1, 1: 4}, {0: 1, 2: 3, 1: 1}]
@@ -308,3 +309,16 @@ def test_a_row_on_the_null_block_is_no_request() -> None:
     assert [(request.row, request.start, request.end) for request in step.requests] == [(0, 0, 2)]
     assert not step.decode
     assert step.prefill.tokens.tolist() == [0, 1]
+
+
+def test_the_projector_norms_with_the_eps_of_the_configuration() -> None:
+    config = tiny_config("k3").vision
+    assert config is not None
+    projector = Projector(config.model_copy(update={"projector_ln_eps": 0.5}))
+    fill(projector)
+    merged = torch.randn(6, 4, config.mm_hidden_size)
+    parts: Any = projector.proj
+    weights = vision.ProjectorWeights(parts["0"].weight, parts["2"].weight, projector.post_norm.weight, eps=0.5)
+    expected = vision.projector(merged, weights)
+    assert torch.equal(projector(merged), expected)
+    assert not torch.allclose(vision.projector(merged, replace(weights, eps=1e-5)), expected, atol=0.01)
