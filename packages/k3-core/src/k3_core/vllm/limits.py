@@ -5,6 +5,7 @@ vLLM calls :class:`ReferenceHook` while it settles its configuration, in the pro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from k3_core.config import K3Config, load_config
 from k3_core.errors import UnsupportedError
 from k3_core.vllm import compat
 from k3_core.vllm.layers.cache import latent_width
+
+logger = logging.getLogger("vllm.plugins.k3")
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -38,8 +41,14 @@ class ReferenceHook:
         compat.own_latent_attention(model_config, latent_width(config.text))
         kinds = [config.text.layer_kind(i) for i in range(config.text.num_hidden_layers)]
         compat.name_layer_kinds(model_config, ["linear_attention" if kind == "kda" else "attention" for kind in kinds])
-        if model_config.tokenizer_mode == "auto" and _has_k3_vocabulary(config):
-            model_config.tokenizer_mode = "kimi_k3"
+        if model_config.tokenizer_mode == "auto":
+            if _has_k3_vocabulary(config):
+                model_config.tokenizer_mode = "kimi_k3"
+            elif not (model_config.trust_remote_code or model_config.skip_tokenizer_init):
+                logger.warning(
+                    "Kimi-Linear's tokenizer and chat format are remote code; without --trust-remote-code transformers "
+                    "reads tiktoken.model with its own split pattern: ids may differ, and there is no chat template"
+                )
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
