@@ -132,7 +132,9 @@ def kda_prepare_kernel(
             loaded = ()
             for n in tl.static_range(0, GROUP):
                 here = half * 32 + group * GROUP + n < rows
-                loaded = loaded + (tl.load(z_at + (group * GROUP + n) * z_stride, mask=here & (c >= 0), other=0.0),)
+                loaded = loaded + (
+                    tl.load(z_at + (group * GROUP + n) * z_stride, mask=c < tl.where(here, D, 0), other=0.0),
+                )
             for n in tl.static_range(0, GROUP):
                 here = half * 32 + group * GROUP + n < rows
                 g = gate_log2(loaded[n].to(tl.float32), rate, bias, lower_bound, BOUNDED)

@@ -73,13 +73,15 @@ def short_conv_kernel(
         )
     if (index == 0) & (slot > 0):
         length = end - start
-        o0 = tl.load(state_at, mask=cmask & old & (length < 1), other=0.0)
-        o1 = tl.load(state_at + column_stride, mask=cmask & old & (length < 2), other=0.0)
-        o2 = tl.load(state_at + 2 * column_stride, mask=cmask & old & (length < 3), other=0.0)
+        # Predicates that are scalars enter masks as limits: c < 0 masks everything.
+        most = tl.where(old, channels, 0)
+        o0 = tl.load(state_at, mask=c < tl.where(length < 1, most, 0), other=0.0)
+        o1 = tl.load(state_at + column_stride, mask=c < tl.where(length < 2, most, 0), other=0.0)
+        o2 = tl.load(state_at + 2 * column_stride, mask=c < tl.where(length < 3, most, 0), other=0.0)
         tail = x_ptr + (end - 3).to(tl.int64) * x_stride + c
-        x0 = tl.load(tail, mask=cmask & (length >= 3), other=0.0)
-        x1 = tl.load(tail + x_stride, mask=cmask & (length >= 2), other=0.0)
-        x2 = tl.load(tail + 2 * x_stride, mask=cmask & (length >= 1), other=0.0)
+        x0 = tl.load(tail, mask=c < tl.where(length >= 3, channels, 0), other=0.0)
+        x1 = tl.load(tail + x_stride, mask=c < tl.where(length >= 2, channels, 0), other=0.0)
+        x2 = tl.load(tail + 2 * x_stride, mask=c < tl.where(length >= 1, channels, 0), other=0.0)
         n0 = tl.where(length >= 3, x0, tl.where(length == 2, o2, tl.where(length == 1, o1, o0)))
         n1 = tl.where(length >= 2, x1, tl.where(length == 1, o2, o1))
         n2 = tl.where(length >= 1, x2, o2)

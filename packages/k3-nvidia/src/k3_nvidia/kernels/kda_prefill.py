@@ -58,6 +58,10 @@ def fits_split(lower_bound: float | None) -> bool:
     return lower_bound is not None and 0 >= lower_bound * 16 * LOG2E >= -MAX_HALF_RANGE
 
 
+def _shared(device: torch.device) -> int | None:
+    return tuning.shared_limit(device.index or 0) if device.type == "cuda" else None
+
+
 def kda_prefill(
     q: Tensor,
     k: Tensor,
@@ -123,7 +127,7 @@ def kda_prefill(
     start = gamma  # not read unless a sequence was cut
     if plan.order.numel():
         start = _cross_segments(w, ut, kg, gamma, recurrent_state, slot_mapping, has_initial_state, plan, heads, dim)
-    options = tuning.launch("output")
+    options = tuning.launch("output", _shared(q.device))
     options["BR"] = min(options["BR"], dim)
     _output(
         (dim // options["BR"], heads, plan.num_segments),
@@ -145,7 +149,7 @@ def _cross_segments(
     start = torch.empty(size, dtype=torch.float32, device=w.device)
     hi = torch.empty(size, dtype=torch.bfloat16, device=w.device)
     lo = torch.empty(size, dtype=torch.bfloat16, device=w.device)
-    options = tuning.launch("local")
+    options = tuning.launch("local", _shared(w.device))
     options["BR"] = min(options["BR"], dim)
     _local(
         (2 * dim // options["BR"], heads, plan.order.numel()),
@@ -154,7 +158,7 @@ def _cross_segments(
         D=dim, UPCAST=upcast, **options,
     )  # fmt: skip
     if plan.scans.numel():
-        options = tuning.launch("scan")
+        options = tuning.launch("scan", _shared(w.device))
         _scan(
             (dim // options["BR"], heads, plan.scans.shape[0]),
             start,

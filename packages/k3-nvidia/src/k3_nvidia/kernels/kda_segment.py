@@ -28,7 +28,7 @@ def _initial(state_ptr, init_ptr, slot, seq, state_stride, head, rows, cols, D: 
     """The sequence's state rows, or zeros for a new sequence and for the null slot, whatever memory holds."""
     use = (slot > 0) & (tl.load(init_ptr + seq).to(tl.int32) != 0)
     at = state_ptr + slot.to(tl.int64) * state_stride + head * (D * D) + rows[:, None] * D + cols[None, :]
-    return tl.load(at, mask=(rows[:, None] >= 0) & use, other=0.0).to(tl.float32)
+    return tl.load(at, mask=rows[:, None] < tl.where(use, D, 0), other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_heads", "slot_stride"], do_not_specialize_on_alignment=["slot_ptr", "init_ptr"])
@@ -57,7 +57,7 @@ def kda_local_kernel(
         tile = rows[:, None] * D + cols[None, :]
         entry = (segment.to(tl.int64) * num_heads + head) * (D * D)
         slot = tl.load(slot_ptr + seq.to(tl.int64) * slot_stride)
-        S = tl.where((rows[:, None] == cols[None, :]) & (values == 0), 1.0, 0.0)
+        S = tl.where(rows[:, None] == cols[None, :] + tl.where(values, D, 0), 1.0, 0.0)
         if values & is_first:
             S = _initial(state_ptr, init_ptr, slot, seq, state_stride, head, rows, cols, D)
             tl.store(start_ptr + entry + tile, S)
@@ -69,7 +69,7 @@ def kda_local_kernel(
         ut_at = ut_ptr + place + rows[:, None] * 64 + c[None, :]
         g_at = gamma_ptr + (chunk0.to(tl.int64) * num_heads + head) * D + cols
         g_step = num_heads.to(tl.int64) * D
-        some = (rows[:, None] >= 0) & values
+        some = rows[:, None] < tl.where(values, D, 0)
         for _ in tl.range(0, chunks, num_stages=STAGES):
             u = tl.load(ut_at, mask=some, other=0.0)
             w = tl.load(w_at)

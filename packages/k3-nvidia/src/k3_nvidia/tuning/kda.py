@@ -24,9 +24,27 @@ def table() -> dict[str, Any]:
     return data
 
 
-def launch(kernel: str) -> dict[str, Any]:
-    """Launch keywords of one kernel; entries that are null are left out."""
-    return {k: v for k, v in table()[kernel].items() if v is not None}
+#: Shared memory of one pipeline stage at D = 128, bytes: what the loop over chunks (or segments) loads per step.
+STAGE_BYTES = {"local": 41_000, "scan": 66_000, "output": 66_000}
+
+
+def launch(kernel: str, shared: int | None = None) -> dict[str, Any]:
+    """Launch keywords of one kernel; entries that are null are left out.
+
+    shared: bytes of shared memory a block may have; the pipeline is cut to what fits. None: no limit known.
+    """
+    options = {k: v for k, v in table()[kernel].items() if v is not None}
+    if shared is not None and kernel in STAGE_BYTES:
+        options["STAGES"] = max(min(options["STAGES"], shared // STAGE_BYTES[kernel]), 1)
+    return options
+
+
+@cache
+def shared_limit(device: int) -> int:
+    """Bytes of shared memory a block may have on a CUDA device."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def step_launch(kernel: str, programs: int, dim: int) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""Ahead-of-time compilation of the KDA kernels: a script, because Triton decides at import whether it interprets.
+
+``python kda_kernels_aot.py [90|100|120 ...]`` prints one JSON line a variant: registers, spills, shared memory, matrix
+instructions. The variants are those of tuning/kda.json at K3's head dimension.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from k3_nvidia.kernels import kda_chunk, kda_conv, kda_segment, kda_step
+from k3_nvidia.tuning import kda as tuning
+
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+BF16 = {"q_ptr", "k_ptr", "v_ptr", "z_ptr", "qkv_ptr", "gate_ptr", "out_ptr", "w_ptr", "ut_ptr", "qg_ptr", "kg_ptr",
+        "a_ptr", "hi_ptr", "lo_ptr", "x_ptr", "conv_ptr"}  # fmt: skip
+INT32 = {"chunk_ptr", "segment_ptr", "order_ptr", "scan_ptr", "slot_ptr", "accepted_ptr", "cu_ptr"}
+DIM = 128
+SHARED = {90: 232448, 100: 232448, 120: 101376}
+
+
+def kind(name: str, module: str) -> str:
+    if name == "state_ptr" and module == "kda_conv":
+        return "*bf16"
+    if name == "o_ptr" and module == "kda_conv":
+        return "*bf16"
+    if name.endswith("_ptr"):
+        return "*bf16" if name in BF16 else "*i32" if name in INT32 else "*i1" if name == "init_ptr" else "*fp32"
+    return "fp32" if name in ("lower_bound", "eps") else "i32"
+
+
+def measure(label: str, fn: Any, constants: dict[str, Any], options: dict[str, Any], arch: int) -> dict[str, Any]:
+    """Compile one variant and read its resources."""
+    module = fn.fn.__module__.split(".")[-1]
+    signature, attrs = {}, {}
+    for i, name in enumerate(fn.arg_names):
+        signature[name] = "constexpr" if name in constants else kind(name, module)
+        aligned = name.endswith("_ptr") and name not in ("slot_ptr", "init_ptr", "cu_ptr", "accepted_ptr", "beta_ptr")
+        if name not in constants and (aligned or name.endswith("stride")):
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(fn, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "k.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run([BIN / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups())
+    return {
+        "kernel": label, "arch": arch, "registers": registers, "stack": stack, "shared": compiled.metadata.shared,
+        "limit": SHARED[arch], "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "async_copies": len(re.findall(r"cp\.async\.c[ag]", compiled.asm["ptx"])),
+    }  # fmt: skip
+
+
+def variants(arch: int) -> list[tuple[str, Any, dict[str, Any]]]:
+    """(label, kernel, constants and options)."""
+    fit = {"shared": SHARED[arch]}
+    gate = {"BOUNDED": True, "SPLIT": True, "D": DIM}
+    plain = {"D": DIM, "UPCAST": False}
+    step = {"BOUNDED": True, "H": 12, "D": DIM, "channel_stride": 1}
+    found = [
+        ("prepare", kda_chunk.kda_prepare_kernel, gate | tuning.launch("prepare")),
+        ("chunk", kda_chunk.kda_chunk_kernel, gate | {"UPCAST": False} | tuning.launch("chunk")),
+        ("local", kda_segment.kda_local_kernel, plain | tuning.launch("local", **fit)),
+        ("scan", kda_segment.kda_scan_kernel, plain | tuning.launch("scan", **fit)),
+        ("output", kda_segment.kda_output_kernel, plain | tuning.launch("output", **fit)),
+        ("conv", kda_conv.short_conv_kernel, {"channel_stride": 1} | tuning.launch("conv")),
+        ("norm", kda_conv.gated_norm_kernel, {"D": DIM} | tuning.launch("norm")),
+        (
+            "finish",
+            kda_step.kda_verify_finish_kernel,
+            {"H": 12, "D": DIM, "QP": 4, "channel_stride": 1, "num_warps": 4},
+        ),
+    ]
+    for name, kernel in (("decode", kda_step.kda_decode_kernel), ("verify", kda_step.kda_verify_kernel)):
+        for entry in tuning.table()[name]:
+            programs = entry["up_to"] or 10**9
+            found.append((f"{name} {programs}", kernel, step | tuning.step_launch(name, programs, DIM)))
+    return found
+
+
+def main() -> None:
+    for arch in map(int, sys.argv[1:] or ["90"]):
+        for label, kernel, named in variants(arch):
+            constants = {k: v for k, v in named.items() if k in kernel.arg_names}
+            options = {k: v for k, v in named.items() if k not in kernel.arg_names}
+            print(json.dumps(measure(label, kernel, constants, options, arch)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
