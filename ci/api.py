@@ -24,6 +24,9 @@ MODULES = (
     *(f"contracts.{name}" for name in ("attn_res", "kda", "mla", "moe", "mxfp4", "norm", "situ", "vision")),
 )
 
+#: Rooms that are no Python API: the command line is used as a command.
+INTERNAL = ("cli",)
+
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
@@ -33,7 +36,8 @@ def snapshot(of: Package) -> list[str]:
     for path in sorted(of.source.rglob("*.py")):
         dotted = ".".join(path.relative_to(of.source).with_suffix("").parts)
         dotted = dotted.removesuffix("__init__").rstrip(".")
-        if any(part.startswith("_") for part in dotted.split(".") if part):
+        parts = dotted.split(".")
+        if any(part.startswith("_") for part in parts if part) or parts[0] in INTERNAL:
             continue
         tree = ast.parse(path.read_text())
         names = _listed(tree)

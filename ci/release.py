@@ -25,7 +25,7 @@ import api
 from dists import NAMES, PACKAGES, ROOT, Package, package
 
 KINDS = ("added", "changed", "fixed", "removed")
-VERSION = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
+VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:(a|b|rc)(\d+))?")
 #: Time stamp of every file in an archive, 2026-01-01: an archive depends on the tree alone.
 EPOCH = "1767225600"
 
@@ -78,6 +78,9 @@ def release(of: Package, version: str) -> None:
         raise SystemExit("\n".join(problems))
     found = fragments(of)
     changelog = of.folder / "CHANGELOG.md"
+    released = re.findall(r"^## (\S+) \(\d", changelog.read_text(), re.M)
+    if released and order(version) <= max(map(order, released)):
+        raise SystemExit(f"{of.name} {version}: {released[0]} is released already; take a larger number")
     lines = changelog.read_text().split("\n")
     lines = [line for line in lines if not re.fullmatch(r"## [\w.]+ \(unreleased\)", line)]
     head, rest = lines[0], "\n".join(lines[1:]).strip()
@@ -90,6 +93,14 @@ def release(of: Package, version: str) -> None:
             path.unlink()
     api.write(of)
     print(f"{of.name} {version} is in the tree; review, commit, then: git tag {of.name}-v{version}")
+
+
+def order(version: str) -> tuple[int, int, int, str, int]:
+    """A key that sorts versions: 0.2.0a1 < 0.2.0rc1 < 0.2.0."""
+    match = VERSION.fullmatch(version)
+    assert match, version
+    major, minor, patch, stage, number = match.groups()
+    return int(major), int(minor), int(patch), stage or "z", int(number or 0)
 
 
 def _replace(path: Path, pattern: str, new: str) -> None:

@@ -90,6 +90,16 @@ def test_a_release_gathers_fragments_and_sets_both_versions(amd: Copy, capsys: p
         release.release(amd, "0.3.0")
 
 
+def test_a_version_must_grow(amd: Copy) -> None:
+    release.release(amd, "0.2.0rc1")
+    for version in ("0.1.9", "0.2.0rc1", "0.2.0b2"):
+        (amd.folder / "changes" / "word.added.md").write_text("More.\n")
+        with pytest.raises(SystemExit, match="released already"):
+            release.release(amd, version)
+    release.release(amd, "0.2.0")
+    assert amd.version == "0.2.0"
+
+
 @pytest.mark.parametrize("version", ["2", "v0.2.0", "0.2", "0.2.0-beta"])
 def test_a_bad_version_changes_nothing(amd: Copy, version: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(version)):
