@@ -14,9 +14,9 @@ pytest.importorskip("vllm", reason="the layers derive from vLLM's")
 import torch
 from torch import Tensor
 
-from k3_core.checkpoint import tiny_config
+from k3_core.checkpoint import tensor_table, tiny_config
 from k3_core.config import TextConfig
-from k3_core.contracts import kda, mla, vision
+from k3_core.contracts import kda, mla, moe, situ, vision
 from k3_core.vllm import compat
 from k3_core.vllm.backends import Step
 from k3_core.vllm.layers import cache
@@ -300,6 +300,54 @@ def test_packed_experts_unpacked_by_use_equal_unpacked_ones(monkeypatch: pytest.
     assert not block.experts.packed
     assert torch.equal(block(x), by_use)
     assert by_use.abs().max() > 0.1
+
+
+def test_tensors_stored_in_f32_stay_so_in_a_bf16_model() -> None:
+    """vLLM builds models under the model's dtype; a rounded bias or window weight would pass every fp32 test."""
+    torch.set_default_dtype(torch.bfloat16)
+    text = tiny_config("k3").text
+    layers = {"self_attn.": KimiDeltaAttention(text, settings(), "a"), "block_sparse_moe.": MoE(text, packed=True)}
+    table = tensor_table(tiny_config("k3"))
+    for prefix, layer in layers.items():
+        for name, weight in layer.named_parameters():
+            if ".experts" not in f".{name}":
+                spec = table[f"language_model.model.layers.1.{prefix}{name}"]
+                assert weight.dtype == spec.dtype, name
+
+
+ROUTING: dict[str, dict[str, Any]] = {
+    "groups": {"num_expert_group": 4, "topk_group": 1},
+    "renormalise": {"moe_renormalize": False},
+    "scaling": {"routed_scaling_factor": 2.5},
+    "eps": {"rms_norm_eps": 0.5},
+    "count": {"num_experts_per_token": 3},
+}
+
+
+@pytest.mark.parametrize("what", ROUTING)
+def test_every_routing_key_of_the_configuration_is_followed(what: str) -> None:
+    """The released values (one group, factor 1.0) would hide a key that is not passed on, and the norm a factor."""
+    plain = tiny_config("k3").text.model_copy(update={"latent_moe_use_norm": what == "eps"})
+    text = plain.model_copy(update=ROUTING[what])
+    block = packed_moe(text)
+    block.gate.e_score_correction_bias.data = torch.randn(text.num_experts)
+    x = torch.randn(9, text.hidden_size)
+
+    def expected(config: TextConfig) -> Tensor:
+        return moe.layer(
+            x,
+            block._weights(),
+            top_k=config.num_experts_per_token,
+            activation=situ.gated_activation("situ", config.activation_situ_beta, config.activation_situ_linear_beta),
+            eps=config.rms_norm_eps,
+            renormalize=config.moe_renormalize,
+            scaling=config.routed_scaling_factor,
+            num_groups=config.num_expert_group,
+            topk_groups=config.topk_group,
+        )[0]
+
+    assert torch.equal(block(x), expected(text))
+    assert not torch.allclose(expected(plain), expected(text), rtol=1e-3)
 
 
 def test_a_row_on_the_null_block_is_no_request() -> None:
