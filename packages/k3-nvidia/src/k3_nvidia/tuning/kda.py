@@ -44,7 +44,8 @@ def shared_limit(device: int) -> int:
     """Bytes of shared memory a block may have on a CUDA device."""
     import torch
 
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave this field out
+    return int(properties.shared_memory_per_block_optin)
 
 
 def step_launch(kernel: str, programs: int, dim: int) -> dict[str, Any]:
@@ -54,6 +55,12 @@ def step_launch(kernel: str, programs: int, dim: int) -> dict[str, Any]:
             options = {k: v for k, v in entry.items() if v is not None and k != "up_to"}
             return options | {"BV": min(options["BV"], dim)}
     raise ValueError(f"tuning of {kernel} has no open-ended entry")
+
+
+def step_rows(heads: int, most: int) -> list[int]:
+    """Row counts up to `most` on each side of every boundary of the decode and verify tables: one a variant or more."""
+    edges = [entry["up_to"] // heads for name in ("decode", "verify") for entry in table()[name] if entry["up_to"]]
+    return sorted({1, max(most, 1), *(min(max(r + d, 1), max(most, 1)) for r in edges for d in (0, 1))})
 
 
 def segment_length(chunks: Sequence[int], heads: int, dim: int, multiprocessors: int | None = None) -> int:
