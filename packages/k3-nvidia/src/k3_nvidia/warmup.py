@@ -25,6 +25,7 @@ from torch import Tensor
 from k3_nvidia import dispatch
 from k3_nvidia.kda import KimiDeltaAttention
 from k3_nvidia.kda_metadata import Decode, KdaMetadata, Prefill, Verify
+from k3_nvidia.tuning import kda as tuning
 
 logger = logging.getLogger("vllm.plugins.k3")
 
@@ -125,7 +126,7 @@ def steps(layer: KimiDeltaAttention, limits: Limits, device: torch.device) -> It
     def ints(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    for rows in ROWS:
+    for rows in sorted({*ROWS, *tuning.step_rows(layer.num_heads, limits.max_num_seqs)}):
         yield KdaMetadata(rows, 0, decode=Decode(ints([0] * rows)))
         if limits.num_spec:
             width = 1 + limits.num_spec
@@ -143,3 +144,10 @@ def steps(layer: KimiDeltaAttention, limits: Limits, device: torch.device) -> It
         # Slot 1 is the pool's own; further sequences go to the null block and touch nothing.
         where = ints([1] + [0] * (len(lengths) - 1))
         yield KdaMetadata(0, total, prefill=Prefill(where, ints(bounds), fresh, plan))
+    if layer._prefill.name == dispatch.KERNEL and longest > 4 * 64:
+        # The lengths above are cut as the cost model likes; later ones may be cut where none of these was.
+        from k3_nvidia.kernels.kda_plan import plan_prefill
+
+        plan = plan_prefill([0, longest], layer.num_heads, device, dim=layer.head_dim, segment_chunks=1)
+        fresh = torch.zeros(1, dtype=torch.bool, device=device)
+        yield KdaMetadata(0, longest, prefill=Prefill(ints([1]), ints([0, longest]), fresh, plan))

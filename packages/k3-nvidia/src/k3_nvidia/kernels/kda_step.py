@@ -396,7 +396,4 @@ def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
     """Row counts on each side of every boundary of the tuning table; row counts within a boundary share a variant."""
     text = getattr(config, "text", config)
     heads = int(getattr(limits, "local_heads", 0) or text.linear_attn.num_heads)
-    most = max(int(getattr(limits, "max_num_seqs", 256)), 1)
-    edges = [e["up_to"] // heads for name in ("decode", "verify") for e in tuning.table()[name] if e["up_to"]]
-    rows = {1, most, *(min(max(r + d, 1), most) for r in edges for d in (0, 1))}
-    return [{"rows": r} for r in sorted(rows)]
+    return [{"rows": r} for r in tuning.step_rows(heads, int(getattr(limits, "max_num_seqs", 256)))]
