@@ -4,13 +4,12 @@ vLLM composes a reasoning and a tool parser, registered by name, into one ``Pars
 work alone, and :mod:`k3_core.vllm.compose` makes vLLM compose them as :class:`KimiK3Parser`, which feeds one decoder
 for streaming and for whole replies alike, so the two cannot differ.
 
-Where vLLM passes token ids (always, in serving), structure is taken from them (:class:`TokenAligner`); text that merely
-spells a marker stays text. Text alone is read by the same rules with the markers as literals.
+Where vLLM passes token ids (always, in serving), structure is taken from them (:mod:`k3_core.chat.align`); text that
+merely spells a marker stays text. Text alone is read by the same rules with the markers as literals.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from vllm.reasoning import ReasoningParser
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
 from k3_core.chat import Event, K3Tokenizer, Reply, StreamParser, protocol, resolve_thinking
+from k3_core.chat.align import TokenAligner
 from k3_core.chat.markers import TextScanner
 from k3_core.chat.options import THINKING_OPTIONS, function_name
 from k3_core.errors import ChatError
@@ -84,51 +84,6 @@ def _get(item: Any, key: str) -> Any:
     return item.get(key) if isinstance(item, dict) else getattr(item, key, None)
 
 
-class TokenAligner:
-    """Cuts vLLM's text into (text, is_structure) by the token ids that come with it.
-
-    vLLM may hold text back (stop strings, unfinished characters), cut it (stop strings) or leave out the last token's;
-    ids run ahead of the text by that much. Text that does not agree with the ids, or has none, is scanned for literals.
-    """
-
-    def __init__(self, parser: StreamParser) -> None:
-        self._parser = parser
-        self._ahead: deque[tuple[str, bool]] = deque()
-        self._consumed = 0  # of the first waiting piece
-        self._scanner: TextScanner | None = None
-
-    def feed(self, text: str, ids: Iterable[int]) -> list[tuple[str, bool]]:
-        """Pieces of ``text``."""
-        if self._scanner is not None:
-            return list(self._scanner.feed(text))
-        self._ahead.extend(self._parser.pieces(ids))
-        pieces: list[tuple[str, bool]] = []
-        position = 0
-        while position < len(text):
-            piece, is_structure = self._ahead[0] if self._ahead else ("", False)
-            size = min(len(text) - position, len(piece) - self._consumed)
-            if size == 0 or piece[self._consumed : self._consumed + size] != text[position : position + size]:
-                self._scanner = TextScanner()
-                pieces += self._scanner.feed((piece[: self._consumed] if is_structure else "") + text[position:])
-                return pieces
-            if not is_structure:
-                pieces.append((text[position : position + size], False))
-            self._consumed += size
-            position += size
-            if self._consumed == len(piece):
-                self._ahead.popleft()
-                self._consumed = 0
-                if is_structure:
-                    pieces.append((piece, True))
-        return pieces
-
-    def finish(self) -> list[tuple[str, bool]]:
-        """The terminator whose text vLLM left out, if that is what the ids end with."""
-        rest = list(self._ahead)
-        ended = len(rest) == 1 and rest[0][1] and rest[0][0] in protocol.TERMINATORS
-        return rest if ended and self._scanner is None else []
-
-
 class _Output:
     """One reply on its way through the decoder."""
 
@@ -170,16 +125,12 @@ def delta_of(events: Iterable[Event], calls: bool = True, reasoning: bool = True
     return DeltaMessage(**message) if message else None
 
 
-class _FormatRequest:
-    """What every K3 request needs of vLLM's own options."""
-
-    @staticmethod
-    def plain_markers(request: Any) -> Any:
-        """Keep special tokens in the text, without blanks between them: they are the structure."""
-        request.skip_special_tokens = False
-        if hasattr(request, "spaces_between_special_tokens"):
-            request.spaces_between_special_tokens = False
-        return request
+def plain_markers(request: Any) -> Any:
+    """Keep special tokens in the text of a reply, without blanks between them: they are the structure."""
+    request.skip_special_tokens = False
+    if hasattr(request, "spaces_between_special_tokens"):
+        request.spaces_between_special_tokens = False
+    return request
 
 
 class KimiK3ReasoningParser(ReasoningParser):
@@ -204,7 +155,7 @@ class KimiK3ReasoningParser(ReasoningParser):
 
     def adjust_request(self, request: Any) -> Any:
         """Markers have to reach the parser."""
-        return _FormatRequest.plain_markers(request)
+        return plain_markers(request)
 
     # --- token ids --------------------------------------------------------------------------------------------------
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
@@ -323,7 +274,7 @@ class KimiK3ToolParser(ToolParser):
 
     def adjust_request(self, request: Any) -> Any:
         """Markers have to reach the parser; constraints are set by :class:`KimiK3Parser`."""
-        return _FormatRequest.plain_markers(request)
+        return plain_markers(request)
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
         """Calls and content of the text behind the reasoning (reasoning that is still there is dropped)."""
@@ -388,7 +339,7 @@ class KimiK3Parser(DelegatingParser):
 
     def adjust_request(self, request: Any) -> Any:
         """Plain markers, and one structural tag for all that the request constrains: format and calls."""
-        request = _FormatRequest.plain_markers(request)
+        request = plain_markers(request)
         wish = self._wish(request)
         if wish is None:
             return request
