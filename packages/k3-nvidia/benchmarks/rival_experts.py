@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import experts_case as case
@@ -108,6 +109,8 @@ class Rival:
             )
             self.gate.weight.data.copy_(inputs["router"])
             experts = self.runner.routed_experts
+            # Humming asks the model configuration, which a layer alone does not have, for a user's activation override.
+            object.__setattr__(self.config, "model_config", SimpleNamespace(quantization_config=None))
             fill(experts, shape.width, released)
             experts.quant_method.process_weights_after_loading(experts)
         torch.cuda.synchronize()

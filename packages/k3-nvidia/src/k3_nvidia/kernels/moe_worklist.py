@@ -104,7 +104,7 @@ def finish_small(
         tl.store(sorted_ptr + position, pair, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def small_kernel(
     ids_ptr, map_ptr, mask_ptr, ticket_ptr, work_ptr, number_ptr, offset_ptr, sorted_ptr, tokens, top_k, num_local,
     TK: tl.constexpr, EB: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr, HAS_MAP: tl.constexpr,
@@ -132,7 +132,7 @@ def small_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def mark_kernel(
     ids_ptr, map_ptr, mask_ptr, tokens, top_k, num_local, TK: tl.constexpr, EB: tl.constexpr, HAS_MAP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -146,7 +146,7 @@ def mark_kernel(
     mark(mask_ptr, local, token, valid, EB)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def count_kernel(
     mask_ptr, prefix_ptr, count_ptr, ticket_ptr, work_ptr, number_ptr, offset_ptr, words,
     EB: tl.constexpr, EC: tl.constexpr, WC: tl.constexpr, BN: tl.constexpr,
@@ -170,7 +170,7 @@ def count_kernel(
         build_list(count, work_ptr, number_ptr, offset_ptr, EB, BN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def place_kernel(
     ids_ptr, map_ptr, mask_ptr, prefix_ptr, offset_ptr, sorted_ptr, pairs, top_k, num_local,
     EB: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,

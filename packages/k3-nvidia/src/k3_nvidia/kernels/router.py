@@ -32,9 +32,9 @@ from k3_nvidia.kernels.moe_worklist import (
 from k3_nvidia.kernels.triton_env import interpreting
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "steps", "zero_words"])
 def logits_kernel(
-    x_ptr, w_ptr, out_ptr, zero_ptr, tokens, num_experts, hidden, stride_x, stride_w, stride_split, steps, zero_words,
+    x_ptr, w_ptr, out_ptr, zero_ptr, tokens, num_experts, hidden, stride_x, stride_w, steps, zero_words,
     BE: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ZB: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Program (expert tile, split, token tile): partial logits [split, token, expert]; also zeroes ``zero_ptr``."""
@@ -58,7 +58,7 @@ def logits_kernel(
             acc = tl.dot(w, x, acc)
         w_ptrs += BK
         x_ptrs += BK
-    out = out_ptr + split * stride_split + t[None, :] * num_experts + e[:, None]
+    out = out_ptr + split * (tokens * num_experts) + t[None, :] * num_experts + e[:, None]
     tl.store(out, acc, mask=(e < num_experts)[:, None] & (t < tokens)[None, :])
     if (tl.program_id(0) == 0) & (split == 0) & (tl.program_id(2) == 0):
         for start in range(0, zero_words, ZB):
@@ -74,11 +74,11 @@ def _sum_splits(logits_ptr, at, mask, stride_split, SPLITS: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def route_kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, map_ptr, mask_ptr, ticket_ptr, work_ptr, number_ptr, offset_ptr,
     sorted_ptr,
-    tokens, num_experts, num_local, top_k, stride_t, stride_split, factor,
+    tokens, num_experts, num_local, top_k, stride_t, factor,
     EB: tl.constexpr, TK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, RENORM: tl.constexpr,
     LIST: tl.constexpr, LB: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr, HAS_MAP: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -91,6 +91,7 @@ def route_kernel(
     expert = tl.arange(0, EB)
     there = expert < num_experts
     row = token.to(tl.int64) * stride_t
+    stride_split = tokens * stride_t  # the splits lie one behind the other
     score = 1.0 / (1.0 + tl.exp(-_sum_splits(logits_ptr, row + expert, there, stride_split, SPLITS)))
     choice = score
     if HAS_BIAS:
@@ -176,7 +177,7 @@ def router_logits(
     options = {"launch_pdl": True} if pdl else {}
     logits_kernel[(triton.cdiv(num_experts, 64), splits, 1)](
         x, weight, out, out if zero is None else zero, tokens, num_experts, hidden, x.stride(0), weight.stride(0),
-        out.stride(0), steps, 0 if zero is None else zero.numel(),
+        steps, 0 if zero is None else zero.numel(),
         BE=64, BT=block_t, BK=block_k, ZB=1024, PDL=pdl, INTERPRET=interpreting(),
         num_warps=4, num_stages=4 if block_t <= 64 else 3, **options,
     )  # fmt: skip
@@ -211,10 +212,10 @@ def _launch_route(
     route_kernel[(tokens,)](
         logits, ids if bias is None else bias, weights, ids, ids if expert_map is None else expert_map,
         mask, ticket, work, number, offset, order,
-        tokens, num_experts, num_local, top_k, logits.stride(1), logits.stride(0), factor,
+        tokens, num_experts, num_local, top_k, logits.stride(1), factor,
         EB=max(16, triton.next_power_of_2(num_experts)), TK=tk, SPLITS=splits, HAS_BIAS=bias is not None,
         RENORM=renormalize, LIST=mode, LB=16 if lst is None else lst.offset.numel(), WORDS=words,
-        BN=16 if lst is None else lst.block_n,
+        BN=lst.block_n if lst is not None and mode == 2 else 16,
         HAS_MAP=expert_map is not None, CHUNK=512, PDL=pdl, num_warps=8 if mode == 2 else 1, **options,
     )  # fmt: skip
     return weights, ids
