@@ -45,7 +45,14 @@ def test_sessions_that_are_named_exist() -> None:
     known = set(re.findall(r"@nox\.session\(name=\"([\w-]+)\"\)", noxfile))
     known |= set(re.findall(r"@nox\.session(?:\([^)]*\))?\ndef (\w+)\(", noxfile))
     named = {mark.removeprefix("session: ") for _, mark, _ in blocks() if mark.startswith("session")}
-    named |= set(re.findall(r"python3\.11 ci (?!SESSION)([a-z][\w-]*)", "\n".join(p.read_text() for p in PAGES)))
+    others = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("packages/*/README.md"),
+        *ROOT.glob("ci/**/*.md"),
+    ]
+    texts = "\n".join(path.read_text() for path in [*PAGES, *others])
+    named |= set(re.findall(r"python3\.11 ci (?!SESSION)([a-z][\w-]*)", texts))
     assert named - known == set()
     assert "demo" in named
 
@@ -64,6 +71,13 @@ def test_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.M
         right = {0, 1} if command.startswith(_EITHER) else {1} if "exit 1" in comment else {0}
         assert done.exit_code in right, f"{page}: {line}\n{done.output}\n{done.exception}"
         assert done.exception is None or isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *ROOT.glob("packages/*/README.md")], ids=lambda p: p.parent.name)
+def test_python_of_the_readmes_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in re.findall(r"```python\n(.*?)```", path.read_text(), re.S):
+        exec(compile(text, str(path), "exec"), {})
 
 
 def test_a_wrong_command_would_fail() -> None:

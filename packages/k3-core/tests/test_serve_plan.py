@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 pytest.importorskip("vllm", reason="starts vLLM")
 
@@ -15,8 +16,10 @@ from k3_core.checkpoint import Topology
 from k3_core.cli.plan.cache import cache_shape
 from k3_core.cli.plan.weights import WeightModel
 from k3_core.config import load_config
+from k3_core.vllm import versions
 
 pytestmark = pytest.mark.serve
+OLDER = Version(versions.found_version("vllm") or "0") < Version("0.32")
 POOL = 1 << 30  # VLLM_CPU_KVCACHE_SPACE of the test engines
 
 
@@ -35,6 +38,7 @@ def test_weights_are_what_the_engine_allocated(engine: Engine, long_memory_tiny:
     assert experts == pytest.approx(planned["routed experts"] * 16 / 4.25, rel=0.03)
 
 
+@pytest.mark.skipif(OLDER, reason="the plan follows the layout of vLLM 0.32; 0.27 keeps smaller blocks on a CPU")
 def test_the_cache_is_laid_out_as_planned(engine: Engine, long_memory_tiny: Path) -> None:
     config = load_config(long_memory_tiny)
     cache = engine.config.cache_config

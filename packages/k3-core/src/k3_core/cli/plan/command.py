@@ -62,7 +62,9 @@ def plan(
     plans, refused = _all(
         config, target, nodes * target.per_node, request, prefer, {"tp": tp, "pp": pp, "dp": dp, "ep": ep}
     )
-    model = serve.RELEASED if checkpoint is None else str(checkpoint)
+    model = serve.RELEASED
+    if checkpoint is not None:
+        model = str(checkpoint.parent if checkpoint.is_file() else checkpoint)
     if as_json:
         output.emit(report(model, config, target, nodes, request, plans, refused))
     else:
