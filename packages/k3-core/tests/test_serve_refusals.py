@@ -63,6 +63,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "KV cache dtype": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
     "state dtype": ({"mamba_ssm_cache_dtype": "float16"}, "--mamba-ssm-cache-dtype float16"),
     "quantization": ({"quantization": "fp8"}, "--quantization"),
+    "processor options": ({"mm_processor_kwargs": {"max_pixels": 1}}, "--mm-processor-kwargs"),
+    "image embeddings": ({"enable_mm_embeds": True}, "--enable-mm-embeds"),
     "dummy weights": ({"load_format": "dummy"}, "k3 tiny"),
 }
 

@@ -79,6 +79,11 @@ def not_now(vllm_config: Any) -> Iterator[str]:
         yield "KV offload is not supported; leave out --kv-offloading-size"
     if compat.offloads_weights(vllm_config):
         yield "weight offload is not supported; leave out --cpu-offload-gb and --offload-group-size"
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is not None and multimodal.mm_processor_kwargs:
+        yield "preprocessor_config.json fixes how images are processed; leave out --mm-processor-kwargs"
+    if multimodal is not None and multimodal.enable_mm_embeds:
+        yield "precomputed image embeddings are not supported; leave out --enable-mm-embeds"
 
 
 def reference_only(vllm_config: Any) -> Iterator[str]:
