@@ -28,7 +28,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.parser.parser_manager import ParserManager
 from vllm.renderers.chat_utils import _postprocess_messages
 
-from k3_core.chat import encode, remember_arguments, restore_arguments
+from k3_core.chat import encode, remember_fields, restore_fields
 from k3_core.vllm import compat, structured
 from k3_core.vllm.tokenizer import KimiK3Tokenizer
 
@@ -206,9 +206,9 @@ def respelt_arguments(parser: Any, ours: bool) -> bool:
     sent = '{"n": 1e2, "l": [1,2]}'
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": sent}}
     messages: list[Any] = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    remembered = remember_arguments(messages)
+    remembered = remember_fields(messages)
     _postprocess_messages(messages)
-    rows = restore_arguments(messages, remembered) if ours else messages
+    rows = restore_fields(messages, remembered) if ours else messages
     text = encode(rows, tokenizer=TOKENIZER.k3).text
     return f"{SP}1e2{CL}" not in text or f"{SP}[1,2]{CL}" not in text
 

@@ -1,5 +1,6 @@
 """The encoder against the released one (goldens), and what it refuses."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from k3_core.chat import (
     encode,
     image_prompt,
     load_tokenizer,
-    remember_arguments,
+    remember_fields,
     resolve_thinking,
-    restore_arguments,
+    restore_fields,
 )
 from k3_core.chat.arguments import encode_arguments
 from k3_core.errors import ChatError
@@ -224,19 +225,29 @@ def test_resolve_thinking_refuses(kwargs: dict[str, Any], effort: str | None, me
         resolve_thinking(kwargs, effort)
 
 
-def test_argument_strings_survive_a_serving_layer() -> None:
+def test_fields_survive_a_serving_layer() -> None:
+    """What vLLM's own parsing of messages loses is put back."""
     calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"n": 1e2, "l": [1,2]}'}}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "tool_calls": iter(calls)},
+        {"role": "system", "tools": tools},
+        {"role": "assistant", "reasoning_content": "hm", "content": None, "tool_calls": iter(calls)},
+        {"role": "tool", "tool_call_id": "a", "content": parts},
     ]
-    wanted = encode([messages[0], {"role": "assistant", "tool_calls": calls}], tokenizer=TOKENIZER)
-    sent = remember_arguments(messages)
-    for call in messages[1]["tool_calls"]:  # what vLLM does
+    wanted = encode(
+        [messages[0], {**messages[1], "tool_calls": copy.deepcopy(calls)}, messages[2]], tokenizer=TOKENIZER
+    )
+    kept = remember_fields(messages)
+    for call in messages[1]["tool_calls"]:
         call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    assert encode(messages, tokenizer=TOKENIZER) != wanted
-    assert encode(restore_arguments(messages, sent), tokenizer=TOKENIZER) == wanted
-    assert restore_arguments(messages[:1], sent) == messages[:1]
+    parsed = [
+        {"role": "system", "content": []},
+        {"role": "assistant", "content": [], "tool_calls": messages[1]["tool_calls"]},
+        {"role": "tool", "tool_call_id": "a", "content": "a\nb"},
+    ]
+    assert encode(restore_fields(parsed, kept), tokenizer=TOKENIZER) == wanted
+    assert restore_fields(parsed[:1], kept) == parsed[:1]
 
 
 def test_null_fields_of_tools_are_dropped_above_the_schema() -> None:

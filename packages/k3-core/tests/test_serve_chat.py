@@ -302,10 +302,16 @@ def test_history_with_calls_is_encoded_as_it_was_sent(client: Any, tokenizer: K3
         {"id": "b", "type": "function", "function": {"name": "look", "arguments": '{"n": 1e2, "l": [1,2]}'}},
         {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}},
     ]
+    added = [{"type": "function", "function": {"name": "later"}}]
     messages = [
         *ASK,
-        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "a", "content": "second"},
+        {"role": "system", "tools": added},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": calls},
+        {
+            "role": "tool",
+            "tool_call_id": "a",
+            "content": [{"type": "text", "text": "sec"}, {"type": "text", "text": "ond"}],
+        },
         {"role": "tool", "tool_call_id": "b", "content": "first"},
     ]
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

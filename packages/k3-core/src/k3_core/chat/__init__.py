@@ -5,7 +5,7 @@ from k3_core.chat.encoder import Encoded, ImageSpan, Segment, encode, image_prom
 from k3_core.chat.options import Thinking, resolve_thinking
 from k3_core.chat.reply import Event, Reply, ToolCall
 from k3_core.chat.tokenizer import IncrementalDecoder, K3Tokenizer, load_tokenizer, split_long_text
-from k3_core.chat.tools import drop_null_fields, remember_arguments, restore_arguments
+from k3_core.chat.tools import drop_null_fields, remember_fields, restore_fields
 
 __all__ = [
     "Encoded",
@@ -24,8 +24,8 @@ __all__ = [
     "load_tokenizer",
     "order_tool_results",
     "parse",
-    "remember_arguments",
+    "remember_fields",
     "resolve_thinking",
-    "restore_arguments",
+    "restore_fields",
     "split_long_text",
 ]

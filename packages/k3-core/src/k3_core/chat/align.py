@@ -11,9 +11,8 @@ from k3_core.chat.markers import TextScanner
 class TokenAligner:
     """Cuts text into (text, is_structure) by the token ids that come with it.
 
-    A server may hold text back (stop strings, unfinished characters), cut it (stop strings) or leave out the last token:
-    ids run ahead of the text by as much. Text that does not agree with the ids, or has none, is scanned for
-    literals.
+    A server may hold text back (stop strings, unfinished characters), cut it, or leave out that of the last token: ids run
+    ahead of the text by as much. Text that does not agree with the ids, or has none, is scanned for literals.
     """
 
     def __init__(self, parser: StreamParser) -> None:

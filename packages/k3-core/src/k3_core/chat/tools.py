@@ -1,4 +1,4 @@
-"""Cleaning what serving layers do to tools and arguments on the way to the encoder."""
+"""Undoing what serving layers do to messages and tools on the way to the encoder."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -22,41 +22,54 @@ def _clean(tool: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def remember_arguments(messages: Sequence[Any]) -> list[list[Any]]:
-    """The arguments of each message's tool calls as the client sent them, for :func:`restore_arguments`.
+def remember_fields(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """What serving layers lose of each message on their way to the encoder, for :func:`restore_fields`.
 
-    Serving layers parse argument strings into objects in place, so this has to come first. One-shot iterators of tool
-    calls (typed request models have them) are made lists, in the message, too.
+    vLLM parses argument strings into objects (in place), drops ``reasoning_content`` and the ``tools`` of system
+    messages, and joins the text parts of tool results with line breaks. So this comes before its parsing. One-shot
+    iterators of tool calls (typed request models have them) are made lists, in the message, too.
     """
-    remembered = []
-    for message in messages:
-        calls = message.get("tool_calls") if isinstance(message, Mapping) else getattr(message, "tool_calls", None)
-        if calls is not None and not isinstance(calls, list) and isinstance(message, MutableMapping):
-            calls = message["tool_calls"] = list(calls)
-        remembered.append([_get(_get(call, "function"), "arguments") for call in calls or []])
-    return remembered
+    return [_remember(message) for message in messages]
 
 
-def restore_arguments(conversation: Sequence[Any], remembered: Sequence[Sequence[Any]]) -> list[Any]:
-    """``conversation`` with the argument strings that the client sent, in their own spelling (``1e2``, ``[1,2]``).
+def _remember(message: Any) -> dict[str, Any]:
+    calls = _get(message, "tool_calls")
+    if calls is not None and not isinstance(calls, list) and isinstance(message, MutableMapping):
+        calls = message["tool_calls"] = list(calls)
+    kept: dict[str, Any] = {"arguments": [_get(_get(call, "function"), "arguments") for call in calls or []]}
+    for name in ("tools", "reasoning", "reasoning_content"):
+        if _get(message, name) is not None:
+            kept[name] = _get(message, name)
+    content = _get(message, "content")
+    if _get(message, "role") == "tool" and isinstance(content, list):
+        parts = [part if isinstance(part, str) else _get(part, "text") for part in content]
+        if all(isinstance(part, str) for part in parts):
+            kept["content"] = [{"type": "text", "text": part} for part in parts]  # each is a segment of its own
+    return kept
+
+
+def restore_fields(conversation: Sequence[Any], remembered: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """``conversation`` with what the client sent: arguments in their own spelling (``1e2``, ``[1,2]``), and the rest.
 
     Messages and calls are matched by position. Where the two do not correspond, the conversation stays as it is.
     """
     if len(conversation) != len(remembered):
         return list(conversation)
-    return [_restore(row, arguments) for row, arguments in zip(conversation, remembered, strict=True)]
+    return [_restore(row, kept) for row, kept in zip(conversation, remembered, strict=True)]
 
 
-def _restore(row: Any, arguments: Sequence[Any]) -> Any:
-    calls = row.get("tool_calls") or []
-    if not calls or len(calls) != len(arguments):
-        return row
-    restored = []
-    for call, sent in zip(calls, arguments, strict=True):
-        if isinstance(sent, str) and isinstance(call.get("function"), Mapping):
-            call = {**call, "function": {**call["function"], "arguments": sent}}
-        restored.append(call)
-    return {**row, "tool_calls": restored}
+def _restore(row: Any, kept: Mapping[str, Any]) -> Any:
+    row = {**row, **{name: value for name, value in kept.items() if name != "arguments"}}
+    calls, arguments = row.get("tool_calls") or [], kept["arguments"]
+    if calls and len(calls) == len(arguments):
+        row["tool_calls"] = [_with_arguments(call, sent) for call, sent in zip(calls, arguments, strict=True)]
+    return row
+
+
+def _with_arguments(call: Any, sent: Any) -> Any:
+    if not isinstance(sent, str) or not isinstance(call.get("function"), Mapping):
+        return call
+    return {**call, "function": {**call["function"], "arguments": sent}}
 
 
 def _get(item: Any, key: str) -> Any:

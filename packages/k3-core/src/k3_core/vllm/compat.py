@@ -7,6 +7,7 @@ costs nothing and works beside any release.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,6 +116,35 @@ def register_parsers() -> Undo:
             step()
 
     return undo
+
+
+def rewind_cpu_generators() -> None:
+    """Let seeded requests have prompts of several chunks on a CPU, where vLLM 0.27 and 0.32 end the worker.
+
+    vLLM samples a token behind every chunk, discards it, and sets the request's generator back by an offset, which CPU
+    generators do not have. Here such a generator starts again from its seed: nothing sampled from it has been kept yet.
+    (After a preemption something has; the request then goes on from its seed, valid but not as it would have gone on.)
+    Called when the reference model is made, in the worker; does nothing elsewhere and the second time.
+    """
+    module = sys.modules.get("vllm.v1.worker.cpu_model_runner")
+    runner = getattr(module, "CPUModelRunner", None)
+    original = getattr(runner, "_bookkeeping_sync", None)
+    if runner is None or original is None or getattr(runner, "rewinds_generators", False):
+        return
+
+    def bookkeeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        mask = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        discarded = {row: generators.pop(row) for row in mask.nonzero()[0].tolist() if row in generators}
+        for generator in discarded.values():
+            generator.manual_seed(generator.initial_seed())
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            generators.update(discarded)
+
+    runner._bookkeeping_sync = bookkeeping
+    runner.rewinds_generators = True
 
 
 def _replace(table: dict[str, Any], key: str) -> Undo:

@@ -55,22 +55,22 @@ class KimiK3Renderer(BaseRenderer):
 
         Raises ChatError (400 for the client) for a conversation or an option that cannot be encoded.
         """
-        sent = chat.remember_arguments(messages)
+        sent = chat.remember_fields(messages)
         with _clients_errors():
             conversation, mm_data, mm_uuids = compat.chat_utils().parse_chat_messages(
                 messages, self.model_config, **self._parse_options(params)
             )
-        conversation = _with_lost_fields(chat.restore_arguments(conversation, sent), messages)
+        conversation = _with_lost_fields(chat.restore_fields(conversation, sent), messages)
         return self._finish(conversation, self._render(conversation, mm_data, params), mm_data, mm_uuids)
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         """See :meth:`render_messages`; encoding runs in the renderer's pool."""
-        sent = chat.remember_arguments(messages)
+        sent = chat.remember_fields(messages)
         with _clients_errors():
             conversation, mm_data, mm_uuids = await compat.chat_utils().parse_chat_messages_async(
                 messages, self.model_config, **self._parse_options(params)
             )
-        conversation = _with_lost_fields(chat.restore_arguments(conversation, sent), messages)
+        conversation = _with_lost_fields(chat.restore_fields(conversation, sent), messages)
         ids = await self._render_async(conversation, mm_data, params)
         return self._finish(conversation, ids, mm_data, mm_uuids)
 

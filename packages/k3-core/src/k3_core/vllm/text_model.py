@@ -121,6 +121,7 @@ class KimiLinearForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", config: K3Config | None = None) -> None:
         super().__init__()
+        compat.rewind_cpu_generators()
         self.config = config or load_config(compat.released_config(vllm_config.model_config))
         self.model_config = vllm_config.model_config
         text = self.config.text
