@@ -1,15 +1,16 @@
 """Does the whole model run in vLLM on this GPU, is it right, and how long does a step take? One script, JSON lines out.
 
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python packages/k3-nvidia/benchmarks/gpu_smoke.py
-        [--parts tiny,linear,rank] [--modes eager,graphs]
+        [--parts tiny,linear,rank] [--modes eager,graphs] [--impl upstream] [--profile]
 
 tiny, linear: random checkpoints with kernel-sized heads are written, served by vLLM with this plugin (with CUDA
 graphs, or eager) and compared with ``k3_core.reference`` on the same device. The measure: log probabilities of the
 tokens that were generated, teacher-forced, against the reference in fp32; the reference in bf16 has the same distance
-from it, so ours may have twice as much.
+from it, so ours may have twice as much at the 90th percentile (beyond lie rows that chose another expert).
 
 rank: 8 layers (6 KDA, 2 MLA; 1 dense, 7 MoE) in the shapes of one rank of TP16 with random weights, made on the device:
-milliseconds of a decoding step for several batch sizes and of a prompt for several lengths, with CUDA graphs.
+milliseconds of a decoding step for several batch sizes and of a prompt for several lengths, with CUDA graphs. vLLM's
+own model (``--impl upstream``) is timed by the same code in a process of its own; alternate the two.
 
 Every part is guarded: a failure prints its traceback and the next part runs. Exit status 1 if any part failed.
 """
@@ -208,18 +209,21 @@ def compare(outputs: list[Any], ids: list[list[int]], exact: Any, rounded: Any, 
             for token, entry in entries.items():
                 ours.append(entry.logprob - float(reference[row][token]))
                 theirs.append(float(bf16[row][token] - reference[row][token]))
-    a, b = (torch.tensor(x).square().mean().sqrt().item() for x in (ours, theirs))
     total = len(ids) * GENERATED
-    worst = max(abs(x) for x in ours)
+    near, near_reference = (torch.tensor(x).abs() for x in (ours, theirs))
+    p90, p90_reference = (float(x.quantile(0.9)) for x in (near, near_reference))
     return {
-        "rms_ours": a,
-        "rms_bf16_reference": b,
-        "max_ours": worst,
-        "max_bf16_reference": max(abs(x) for x in theirs),
+        "median_ours": float(near.median()),
+        "median_bf16_reference": float(near_reference.median()),
+        "p90_ours": p90,
+        "p90_bf16_reference": p90_reference,
+        "max_ours": float(near.max()),
+        "max_bf16_reference": float(near_reference.max()),
         "argmax_agreement": agree / total,
         "within_half_a_nat": ties / total,
         "finite": all(x == x for x in ours),
-        "ok": a <= 2 * b + 0.01 and ties == total,
+        # Single rows may be far off on either side: with 8 experts, one that is chosen differently is half the layer.
+        "ok": p90 <= 2 * p90_reference + 0.02 and ties == total,
     }
 
 
@@ -282,7 +286,11 @@ def randomise(model: Any) -> None:
             p.data.uniform_(-4, 0)
         elif name.endswith("e_score_correction_bias"):
             p.data.zero_()
-        elif p.dim() > 0 and p.is_floating_point():
+        elif "scale" in name:  # of vLLM's packed experts, in whatever form its kernel wants
+            p.data.fill_(2.0**-8) if p.dtype.itemsize > 1 else p.data.view(torch.uint8).fill_(119)
+        elif not p.is_floating_point():
+            p.data.view(torch.uint8).random_(0, 256)
+        elif p.dim() > 0 and p.dtype.itemsize > 1:
             p.data.normal_(0, 0.02)
     for module in model.modules():
         if isinstance(module, RoutedExperts):
@@ -294,31 +302,41 @@ def randomise(model: Any) -> None:
                     raw.random_(0, 256)
 
 
-def decode_ms(llm: Any, batch: int, context: int, steps: int = 40) -> float:
-    """Milliseconds of a decoding step: wall time of ``steps`` steps after the prompts are read."""
+def decode_ms(llm: Any, batch: int, context: int, steps: int = 64) -> float:
+    """Milliseconds of a decoding step: what ``steps`` more tokens add to the time of a whole batch."""
     from vllm import SamplingParams
 
-    engine = llm.llm_engine
-    sampling = SamplingParams(temperature=0, max_tokens=steps + 24, ignore_eos=True, detokenize=False)
-    for index, prompt in enumerate(prompts((context,) * batch, seed=batch, vocabulary=8192)):
-        engine.add_request(f"d{batch}-{index}-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, sampling)
-    produced: dict[str, int] = {}
+    requests = [{"prompt_token_ids": p} for p in prompts((context,) * batch, seed=batch, vocabulary=8192)]
 
-    def step() -> None:
-        for output in engine.step():
-            produced[output.request_id] = len(output.outputs[0].token_ids)
+    def seconds(count: int) -> float:
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        llm.generate(requests, sampling, use_tqdm=False)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
 
-    while len(produced) < batch or min(produced.values()) < 4:
-        step()
-    torch.cuda.synchronize()
-    before, began = sum(produced.values()), time.perf_counter()
-    for _ in range(steps):
-        step()
-    torch.cuda.synchronize()
-    elapsed, tokens = time.perf_counter() - began, sum(produced.values()) - before
-    while engine.has_unfinished_requests():
-        engine.step()
-    return 1e3 * elapsed * batch / max(tokens, 1)
+    seconds(8)
+    few = min(seconds(8) for _ in range(3))
+    many = min(seconds(8 + steps) for _ in range(3))
+    return 1e3 * (many - few) / steps
+
+
+def profile_step(llm: Any, batch: int) -> dict[str, Any]:
+    """Device time of a decoding step by kernel, in microseconds, the largest first."""
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    count = 24
+    requests = [{"prompt_token_ids": p} for p in prompts((128,) * batch, seed=9, vocabulary=8192)]
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        llm.generate(requests, sampling, use_tqdm=False)
+        torch.cuda.synchronize()
+    rows = sorted(traced.key_averages(), key=lambda row: -row.self_device_time_total)
+    total = sum(row.self_device_time_total for row in rows)
+    top = {row.key[:60]: [round(row.self_device_time_total / count, 1), row.count] for row in rows[:24]}
+    return {"batch": batch, "device_us_a_step": round(total / count, 1), "kernels_us_and_count": top}
 
 
 def prefill_ms(llm: Any, length: int, repeats: int = 5) -> float:
@@ -337,11 +355,15 @@ def prefill_ms(llm: Any, length: int, repeats: int = 5) -> float:
     return statistics.median(times[2:])
 
 
-def rank(work: Path) -> None:
-    """Times of the rank-shaped model."""
+def rank(work: Path, impl: str = "ours", profiled: bool = False) -> None:
+    """Times of the rank-shaped model, ours or (in a process of its own) vLLM's."""
     folder = work / "rank"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(rank_config().to_dict()))
+    config = rank_config().to_dict()
+    if impl == "upstream":
+        # What vLLM makes of the release's quantisation: only the routed experts are MXFP4.
+        config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
     began = time.monotonic()
     llm = start(
         folder,
@@ -356,11 +378,17 @@ def rank(work: Path) -> None:
     )
     say(part="rank", start_s=round(time.monotonic() - began, 1), compiled_at_start=len(compiled_since()))
     randomise(model_of(llm))
+    from vllm.compilation.counter import compilation_counter
+
+    mode = str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)
+    say(part="rank", impl=impl, cudagraph_mode=mode, graphs=compilation_counter.num_cudagraph_captured)
     for batch in (1, 8, 32, 128):
-        decode_ms(llm, batch, 128, steps=10)  # warm
-        say(part="rank", shape="TP16 rank, 8 layers", decode_batch=batch, ms=round(decode_ms(llm, batch, 128), 3))
+        say(part="rank", impl=impl, decode_batch=batch, ms=round(decode_ms(llm, batch, 128), 3))
     for length in (1024, 8192):
-        say(part="rank", shape="TP16 rank, 8 layers", prefill=length, ms=round(prefill_ms(llm, length), 2))
+        say(part="rank", impl=impl, prefill=length, ms=round(prefill_ms(llm, length), 2))
+    if profiled:
+        for batch in (1, 32):
+            say(part="rank", impl=impl, profile=profile_step(llm, batch))
     say(part="rank", compiled_while_serving=compiled_since())
     say(part="rank", peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2))
     stop(llm)
@@ -372,9 +400,13 @@ def rank(work: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default="tiny,linear,rank" if torch.cuda.is_available() else "tiny,linear")
+    parser.add_argument("--impl", default="ours", choices=("ours", "upstream"), help="of rank: whose model is timed")
+    parser.add_argument("--profile", action="store_true", help="of rank: device time by kernel as well")
     parser.add_argument("--modes", default="graphs", help="of tiny and linear: eager, graphs, or both by comma")
     options = parser.parse_args()
     wanted, modes = options.parts.split(","), options.modes.split(",")
+    if options.impl == "upstream":
+        os.environ["K3_IMPL"] = "upstream"
     if not torch.cuda.is_available():
         os.environ.setdefault("K3_IMPL", "nvidia")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -386,7 +418,7 @@ def main() -> int:
     parts: dict[str, Callable[[Path], None]] = {
         "tiny": lambda work: tiny("k3", modes, work),
         "linear": lambda work: tiny("linear", modes, work),
-        "rank": rank,
+        "rank": lambda work: rank(work, options.impl, options.profile),
     }
     failed = []
     for name in wanted:

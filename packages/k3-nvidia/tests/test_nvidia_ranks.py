@@ -272,3 +272,33 @@ def test_warm_up_covers_both_sides_of_every_edge(nvidia_tiny: Path) -> None:
             assert edge in counts
             assert edge + 1 in counts or edge == 8192
     assert any(count % 16 for count in counts if count > 256)
+
+
+@pytest.mark.parametrize(("ranks", "images"), [(8, 1), (2, 3), (4, 2)])
+def test_images_encoded_by_several_ranks_equal_one(ranks: int, images: int, nvidia_tiny: Path) -> None:
+    """Ranks without an image take part, and every rank gets all embeddings."""
+    from k3_nvidia import loading, vision
+
+    reader = CheckpointReader(nvidia_tiny)
+    config = reader.config.vision
+    assert config is not None
+    sizes = [(4, 6), (2, 2), (8, 4)][:images]
+    generator = torch.Generator().manual_seed(4)
+    pixels = torch.randn(sum(h * w for h, w in sizes), 3, 14, 14, generator=generator)
+    grids = torch.tensor([(1, h, w) for h, w in sizes])
+    tower, projector = vision.VisionTower(config), vision.Projector(config)
+    places = loading.Destinations()
+    places.add("vision_tower.", tower.parts())
+    places.add("mm_projector.", projector.parts())
+    for name, tensor in reader.tensors(wanted=places.wants):
+        places.put(name, tensor)
+    assert not places.missing()
+    with groups(Group(), Group()):
+        whole = vision.encode(tower, projector, pixels, grids)
+    assert [len(part) for part in whole] == [h * w // 4 for h, w in sizes]
+    group = Group(ranks)
+    with groups(group, Group()):
+        results = run_ranks(group, lambda rank: vision.encode(tower, projector, pixels, grids))
+    for parts in results:
+        for got, want in zip(parts, whole, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
