@@ -181,7 +181,7 @@ class Server:
                 command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
 
-    def wait(self, limit: float = 240) -> Server:
+    def wait(self, limit: float = 420) -> Server:
         """Return when the server is healthy; fail with the end of its log otherwise."""
         started = time.monotonic()
         while time.monotonic() - started < limit and self.process.poll() is None:

@@ -154,7 +154,7 @@ def test_the_server_ends_with_the_reason_and_starts_no_engine(copy: Path, tmp_pa
     truncate(copy)
     server = Server(copy, tmp_path / "log", "--dtype", "float32")
     try:
-        assert server.process.wait(180) != 0
+        assert server.process.wait(300) != 0
     finally:
         server.stop()
     log = server.log.read_text()

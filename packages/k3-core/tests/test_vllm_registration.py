@@ -240,7 +240,7 @@ def test_a_spawned_process_registers_for_itself() -> None:
     queue = context.Queue()
     child = context.Process(target=_spawned, args=(str(Path(__file__)), queue))
     child.start()
-    assert queue.get(timeout=120) == "k3-core"
+    assert queue.get(timeout=300) == "k3-core"
     child.join(30)
     assert child.exitcode == 0
 
@@ -262,7 +262,7 @@ def test_registration_initialises_no_device_and_imports_no_model() -> None:
         "late = ('.model', '.processor', '.renderer', '.limits', '.text_model')\n"
         "assert not [name for name in loaded if name.endswith(late)], loaded\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 FAKE_WHEEL = """
@@ -303,7 +303,7 @@ def test_of_two_installed_wheels_with_the_same_architecture_exactly_one_acts(
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_PLUGINS": "first,second"}
     env.pop("K3_IMPL", None)
     result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300, check=True
     )
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("ACTS")]
     _, name, *modules = line.split()

@@ -57,4 +57,4 @@ def test_without_a_fitting_core_it_says_one_line(
 
 def test_importing_it_is_cheap() -> None:
     program = "import sys, k3_nvidia.plugin; assert not {'torch', 'vllm', 'k3_core.vllm'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
