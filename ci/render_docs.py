@@ -3,7 +3,8 @@ data files, the numerics page from the operator table of k3_core (from this tree
 
     python ci/render_docs.py [--check]
 
-A result file is JSON with ``title, command, date, device, versions`` and ``rows`` (a list of flat objects), and
+A result file is JSON with ``title, command, date, device, versions`` and ``rows`` (a list of flat objects), or a record
+of the vendors' harness (``environment``, and ``rows`` as an object of cases); sweeps stay out of the pages. Both have
 optionally ``notes`` (a list of sentences). ``--check`` writes nothing and fails if a page is out of date. Where torch
 is missing the numerics page is left as it is, and that is said.
 """
@@ -45,16 +46,54 @@ def benchmark_section(path: Path) -> str:
     return "\n".join(text)
 
 
+def recorded_section(path: Path) -> str:
+    """A section for a record of the vendors' harness: ``environment``, and ``rows`` by case, grouped by first word."""
+    data = json.loads(path.read_text())
+    place = data["environment"]
+    versions = ", ".join(f"{k} {place[k]}" for k in ("python", "torch", "triton", "vllm", "cuda") if place.get(k))
+    text = [f"## {data.get('title', path.stem)}", "", f"`{place['command']}` on {place['device']}, {place['date']}", ""]
+    text += [f"Versions: {versions}", ""]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for case, row in data["rows"].items():
+        word = case.split()[0] if " " in case else ""
+        groups.setdefault(word, []).append({"case": case, **scalars(row)})
+    for word, rows in groups.items():
+        text += [f"### {word}", ""] if word else []
+        text += [table(rows), ""]
+    return "\n".join([*text, *(note + "\n" for note in data.get("notes", []))])
+
+
+def scalars(row: dict[str, Any]) -> dict[str, Any]:
+    """Numbers and short words of a row, those of a nested object included; lists and long texts stay in the file."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            found |= {f"{key}: {name}": inner for name, inner in scalars(value).items()}
+        elif (isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 40)) and key != "date":
+            found[key] = value
+    return found
+
+
+def section(path: Path) -> str | None:
+    """The section of a result file, or None for a file that is not made for a page (sweeps, other shapes)."""
+    if "sweep" in path.name or not isinstance(data := json.loads(path.read_text()), dict):
+        return None
+    if {"title", "command", "rows"} <= data.keys():
+        return benchmark_section(path)
+    if {"environment", "rows"} <= data.keys() and isinstance(data["rows"], dict):
+        return recorded_section(path)
+    return None
+
+
 def benchmarks() -> dict[Path, str]:
     """One page a package that has results, and the index of them."""
     pages: dict[Path, str] = {}
     links = []
     for package in sorted((ROOT / "packages").iterdir()):
-        results = sorted(p for p in (package / "benchmarks" / "results").glob("*.json") if "rows" in p.read_text())
-        usable = [p for p in results if {"title", "command", "rows"} <= json.loads(p.read_text()).keys()]
-        if not usable:
+        results = sorted((package / "benchmarks" / "results").glob("*.json"))
+        body = "\n".join(text for text in map(section, results) if text is not None)
+        if not body:
             continue
-        body = "\n".join(benchmark_section(p) for p in usable)
         pages[DOCS / "benchmarks" / f"{package.name}.md"] = f"{HEADER}# Benchmarks of {package.name}\n\n{body}"
         links.append(f"- [{package.name}]({package.name}.md)")
     index = "# Benchmarks\n\nEvery figure names its device, its date and the command that produced it.\n\n"

@@ -39,7 +39,8 @@ def device_record() -> dict[str, Any]:
     """Device, versions, date and command: what every results file carries."""
     record: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        # Absolute paths are of one machine: their last part says enough.
+        "command": " ".join(Path(word).name if word.startswith("/") else word for word in sys.argv),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
     }
