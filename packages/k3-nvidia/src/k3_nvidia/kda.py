@@ -35,6 +35,9 @@ from k3_nvidia.layers import Loadable, Rows, below, local_linear, parameter, row
 
 StateShapes = tuple[tuple[int, ...], ...]
 
+#: The newest plan of a prefill and what it was made for.
+_last_plan: dict[str, Any] = {}
+
 
 def state_shapes(text: TextConfig, tp_size: int, num_spec: int) -> StateShapes:
     """Shapes of one request's states: the convolution's window and the recurrent state, of one rank."""
@@ -190,7 +193,11 @@ class KimiDeltaAttention(Loadable, MambaBase):
             return None
         from k3_nvidia.kernels.kda_plan import plan_prefill
 
-        return plan_prefill(bounds.tolist(), self.num_heads, device, dim=self.head_dim)
+        # vLLM builds the metadata of a step once a cache group; the groups of a step have the same plan.
+        key = (bounds.tobytes(), self.num_heads, self.head_dim, str(device))
+        if _last_plan.get("key") != key:
+            _last_plan.update(key=key, plan=plan_prefill(bounds.tolist(), self.num_heads, device, dim=self.head_dim))
+        return _last_plan["plan"]
 
     # --------------------------------------------------------------------------------------------------------- loading
 

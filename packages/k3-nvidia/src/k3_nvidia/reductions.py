@@ -122,21 +122,33 @@ def choose(facts: Facts, want: str | None = None) -> str:
 
 @dataclass
 class Finish:
-    """norm and up-projection after the sum: r [T, L] -> [T, H], or a slice of it; identity without a latent."""
+    """norm and up-projection after the sum: r [T, L] -> [T, H], or a slice of it; identity without a latent.
+
+    up: a linear layer whose ``weight`` is [H, L] (on a GPU; vLLM repacks weights on a CPU).
+    """
 
     norm: Callable[[Tensor], Tensor] | None
-    up: Callable[[Tensor], Tensor] | None
+    up: Any | None
 
     def __call__(self, routed: Tensor) -> Tensor:
         """Apply both."""
         normed = routed if self.norm is None else self.norm(routed)
-        return normed if self.up is None else self.up(normed)
+        if self.up is None:
+            return normed
+        projected: Tensor = self.up(normed)
+        return projected
+
+    def plus(self, routed: Tensor, shared: Tensor) -> Tensor:
+        """The same plus ``shared`` [T, H], which may be changed; on a GPU the product adds it before it rounds."""
+        if self.up is None or not routed.is_cuda:
+            return self(routed) + shared
+        normed = routed if self.norm is None else self.norm(routed)
+        return shared.addmm_(normed, self.up.weight.t())
 
 
 def none(routed: Tensor, shared: Tensor | None, finish: Finish) -> Tensor:
     """One rank."""
-    result = finish(routed)
-    return result if shared is None else result.add_(shared)
+    return finish(routed) if shared is None else finish.plus(routed, shared)
 
 
 def merged(routed: Tensor, shared: Tensor | None, finish: Finish) -> Tensor:
@@ -144,7 +156,7 @@ def merged(routed: Tensor, shared: Tensor | None, finish: Finish) -> Tensor:
     assert shared is not None
     both = tensor_model_parallel_all_reduce(torch.cat([routed, shared], dim=-1))
     routed, shared = both.split([routed.shape[-1], shared.shape[-1]], dim=-1)
-    return finish(routed) + shared
+    return finish.plus(routed, shared)
 
 
 def separate(routed: Tensor, shared: Tensor | None, finish: Finish) -> Tensor:
@@ -153,7 +165,7 @@ def separate(routed: Tensor, shared: Tensor | None, finish: Finish) -> Tensor:
     if shared is None:
         return finish(whole)
     if not shared.is_cuda or shared.shape[0] > OVERLAP_TOKENS:
-        return finish(whole).add_(tensor_model_parallel_all_reduce(shared))
+        return finish.plus(whole, tensor_model_parallel_all_reduce(shared))
     side, main = _side_stream(), torch.cuda.current_stream()
     side.wait_stream(main)
     with torch.cuda.stream(side):
