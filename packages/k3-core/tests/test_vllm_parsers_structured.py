@@ -183,6 +183,18 @@ def test_no_text_region_admits_a_special_token(compiler: Any) -> None:
     assert not [token for token in K3.special_ids if (words[token // 32] >> (token % 32)) & 1]
 
 
+def test_tags_leave_room_for_deep_schemas() -> None:
+    """vLLM allows a tag 80 levels, a schema alone 64; so schemas of 62 levels fit in every tag (OpenAI allows 10)."""
+
+    def depth(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    for wish, _ in WISHES.values():
+        schemas = [ANSWER, *(tool["function"]["parameters"] for tool in wish.tools)]
+        assert depth(json.loads(reply_tag(wish, K3))) <= max(map(depth, schemas)) + 18
+
+
 def test_a_forced_function_must_exist() -> None:
     with pytest.raises(ChatError, match="needs a function tool"):
         reply_tag(Wish(tools=TOOLS, choice="missing"), K3)
@@ -259,6 +271,36 @@ def test_requests_without_a_constraint_stay_free(composed: Any, fields: dict[str
     asked = adjusted(composed, **fields)
     assert asked.structured_outputs is None
     assert asked.skip_special_tokens is False
+
+
+@pytest.mark.parametrize("grammar", ['root ::= "a" | "b"', 'start: "a" | "b"'])
+def test_users_grammars(composed: Any, compiler: Any, grammar: str) -> None:
+    asked = adjusted(composed, {"thinking": False}, structured_outputs={"grammar": grammar})
+    tokens = walk(compiler, asked.structured_outputs.structural_tag, 1)
+    assert tokens is not None
+    assert parse(tokens, False, tokenizer=K3).content in ("a", "b")
+
+
+def test_users_structural_tags(composed: Any, compiler: Any) -> None:
+    """Old and new form: the body of the reply, inside K3's own markers."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    new = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    tag = adjusted(composed, {"thinking": False}, response_format=new).structured_outputs.structural_tag
+    tokens = next(tokens for seed in range(20) if (tokens := walk(compiler, tag, seed)) is not None)
+    assert isinstance(json.loads(parse(tokens, False, tokenizer=K3).content)["n"], int)
+    old = {
+        "type": "structural_tag",
+        "triggers": ["<n"],
+        "structures": [{"begin": "<n>", "schema": schema, "end": "</n>"}],
+    }
+    tag = adjusted(composed, {"thinking": False}, response_format=old).structured_outputs.structural_tag
+    assert json.loads(tag)["format"]["elements"][0]["type"] == "triggered_tags"
+    assert compiler.compile_structural_tag(tag) is not None
 
 
 def test_without_a_reasoning_parser_the_tag_covers_the_reasoning(composed: Any) -> None:

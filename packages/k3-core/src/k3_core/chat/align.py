@@ -11,7 +11,7 @@ from k3_core.chat.markers import TextScanner
 class TokenAligner:
     """Cuts text into (text, is_structure) by the token ids that come with it.
 
-    A server may hold text back (stop strings, unfinished characters), cut it, or leave out that of the last token: ids run
+    A server may hold text back (stop strings, unfinished characters), cut it, or leave out the last token's: ids run
     ahead of the text by as much. Text that does not agree with the ids, or has none, is scanned for literals.
     """
 

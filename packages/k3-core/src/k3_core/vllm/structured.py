@@ -63,7 +63,11 @@ def reply_tag(wish: Wish, tokenizer: K3Tokenizer) -> str:
 
 
 def _sequence(*elements: Format) -> Format:
-    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": list(elements)}
+    """The elements one behind the other; inner sequences are opened, since vLLM bounds the nesting of a tag."""
+    flat: list[Format] = []
+    for element in elements:
+        flat += element["elements"] if element.get("type") == "sequence" else [element]
+    return flat[0] if len(flat) == 1 else {"type": "sequence", "elements": flat}
 
 
 def _either(elements: list[Format]) -> Format:
@@ -290,7 +294,7 @@ def body_format(params: Any) -> Format | None:
     if params.choice is not None:
         return _either([_text(choice) for choice in params.choice])
     if params.grammar is not None:
-        return {"type": "grammar", "grammar": params.grammar}
+        return {"type": "grammar", "grammar": _ebnf(params.grammar)}
     if params.structural_tag is None:
         return None
     tag = json.loads(params.structural_tag)
@@ -301,6 +305,20 @@ def body_format(params: Any) -> Format | None:
         for one in tag["structures"]
     ]
     return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+
+
+def _ebnf(grammar: str) -> str:
+    """A user's grammar, which vLLM takes in Lark's form or as EBNF, as EBNF."""
+    from vllm.v1.structured_output import utils
+
+    if not utils.grammar_is_likely_lark(grammar):
+        return grammar
+    convert = getattr(utils, "convert_lark_to_ebnf", None)  # releases up to 0.27
+    if convert is not None:
+        return str(convert(grammar))
+    import xgrammar
+
+    return str(xgrammar.Grammar.from_lark(grammar))
 
 
 # --- vocabulary -----------------------------------------------------------------------------------------------------
