@@ -43,6 +43,16 @@ def fragments(of: Package) -> dict[str, list[Path]]:
     return found
 
 
+def released(of: Package) -> list[str]:
+    """Versions with a dated section in the changelog, newest first."""
+    return re.findall(r"^## (\S+) \(\d", (of.folder / "CHANGELOG.md").read_text(), re.M)
+
+
+def lost(of: Package) -> list[str]:
+    """Public lines of the last release that are gone or changed; before the first release nothing can be lost."""
+    return api.breaks(of) if released(of) else []
+
+
 def section(version: str, date: str, found: dict[str, list[Path]]) -> str:
     """The changelog section of a release."""
     parts = [f"## {version} ({date})", ""]
@@ -63,7 +73,7 @@ def check(of: Package) -> list[str]:
         problems.append(f"{of.name}: pyproject says {of.version}, __version__ says {of.module_version}")
     if not any(found.values()):
         problems.append(f"{of.name}: no changelog fragment, so there is nothing to release")
-    removed = api.breaks(of)
+    removed = lost(of)
     if removed and not (found["changed"] or found["removed"]):
         problems.append(f"{of.name}: the public API lost or changed {', '.join(removed)} and no fragment says so")
     return problems
@@ -78,9 +88,9 @@ def release(of: Package, version: str) -> None:
         raise SystemExit("\n".join(problems))
     found = fragments(of)
     changelog = of.folder / "CHANGELOG.md"
-    released = re.findall(r"^## (\S+) \(\d", changelog.read_text(), re.M)
-    if released and order(version) <= max(map(order, released)):
-        raise SystemExit(f"{of.name} {version}: {released[0]} is released already; take a larger number")
+    known = released(of)
+    if known and order(version) <= max(map(order, known)):
+        raise SystemExit(f"{of.name} {version}: {known[0]} is released already; take a larger number")
     lines = changelog.read_text().split("\n")
     lines = [line for line in lines if not re.fullmatch(r"## [\w.]+ \(unreleased\)", line)]
     head, rest = lines[0], "\n".join(lines[1:]).strip()
