@@ -6,6 +6,7 @@ that. This module is imported when the plugin registers, so it loads nothing its
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -47,33 +48,55 @@ def install() -> Callable[[], None]:
 
 
 def keep_length() -> None:
-    """Keep ``finish_reason: length`` on whole chat replies with complete calls; streaming says it already.
+    """Keep ``finish_reason: length`` on chat replies with calls that broke off at max_tokens.
 
-    vLLM's non-streaming path calls every reply with calls ``tool_calls``, also one that broke off at max_tokens. Wraps
-    the chat serving class where it is loaded (the API server); idempotent; replies of other parsers are not touched.
+    vLLM calls whole replies with complete calls ``tool_calls`` whatever ended them; 0.27 and older do so in streams,
+    too. Wraps the chat serving class where it is loaded (the API server); idempotent; other parsers' replies are left.
     """
     module = sys.modules.get("vllm.entrypoints.openai.chat_completion.serving")
     serving = getattr(module, "OpenAIServingChat", None)
     if serving is None or getattr(serving, "keeps_kimi_k3_length", False):
         return
-    original = serving.chat_completion_full_generator
+    whole, stream = serving.chat_completion_full_generator, serving.chat_completion_stream_generator
 
     async def full_generator(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(getattr(self, "parser_cls", None), "keeps_length", False):
-            return await original(self, request, results, *args, **kwargs)
-        last: list[Any] = []
-
-        async def watched() -> Any:
-            async for result in results:
-                last[:] = [result]
-                yield result
-
-        response = await original(self, request, watched(), *args, **kwargs)
-        reasons = {output.index: output.finish_reason for output in (last[0].outputs if last else [])}
+        if not _is_ours(self):
+            return await whole(self, request, results, *args, **kwargs)
+        reasons: dict[int, str] = {}
+        response = await whole(self, request, _watched(results, reasons), *args, **kwargs)
         for choice in getattr(response, "choices", []):
             if reasons.get(choice.index) == "length":
                 choice.finish_reason = "length"
         return response
 
+    async def stream_generator(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+        reasons: dict[int, str] = {}
+        ours = _is_ours(self)
+        async for chunk in stream(self, request, _watched(results, reasons) if ours else results, *args, **kwargs):
+            yield _honest(chunk, reasons) if ours else chunk
+
     serving.chat_completion_full_generator = full_generator
+    serving.chat_completion_stream_generator = stream_generator
     serving.keeps_kimi_k3_length = True
+
+
+def _is_ours(serving: Any) -> bool:
+    return bool(getattr(getattr(serving, "parser_cls", None), "keeps_length", False))
+
+
+async def _watched(results: Any, reasons: dict[int, str]) -> Any:
+    """``results``, with each choice's finish reason noted."""
+    async for result in results:
+        reasons.update({output.index: output.finish_reason for output in result.outputs if output.finish_reason})
+        yield result
+
+
+def _honest(chunk: str, reasons: dict[int, str]) -> str:
+    """A server-sent chunk with ``length`` where the engine said so and the chunk says ``tool_calls``."""
+    if "length" not in reasons.values() or '"finish_reason":"tool_calls"' not in chunk:
+        return chunk
+    body = json.loads(chunk.removeprefix("data: "))
+    for choice in body.get("choices", []):
+        if choice.get("finish_reason") == "tool_calls" and reasons.get(choice.get("index")) == "length":
+            choice["finish_reason"] = "length"
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
