@@ -29,7 +29,7 @@ from k3_core.vllm.processor import plain_image
 #: chat_template_kwargs of requests that are ours to interpret; others are refused by name.
 _ENCODE = ("tools", *(name for name in ENCODE_OPTIONS if name not in (*THINKING_OPTIONS, "image_prompts")))
 #: What vLLM's entry points add for templates that are files; it has no meaning here.
-_IGNORED = ("chat_template", "return_dict", "tokenize", "return_assistant_tokens_mask")
+_IGNORED = ("chat_template", "return_dict", "tokenize", "return_assistant_tokens_mask", "cohere_format")
 
 
 class KimiK3Renderer(BaseRenderer):
