@@ -32,7 +32,9 @@ def random_prompts(lengths: Sequence[int], seed: int, vocabulary: int = 512) -> 
 
 @contextmanager
 def our_model() -> Iterator[None]:
-    """This wheel's model is the one that vLLM loads, in this process."""
+    """This wheel's model is the one that vLLM loads, in this process; afterwards the wheels decide anew."""
+    import vllm.plugins
+
     from k3_core.vllm import registration
     from k3_nvidia import plugin
 
@@ -47,6 +49,7 @@ def our_model() -> Iterator[None]:
         yield
     finally:
         registration.unregister()
+        vllm.plugins.plugins_loaded = False  # the next engine of this process asks the entry points again
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
