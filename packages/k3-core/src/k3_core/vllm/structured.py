@@ -344,9 +344,9 @@ def install() -> Any:
     """Teach xgrammar our vocabulary, for our tokenizer only. Returns the undo; a second call does nothing.
 
     Two things are wrapped. ``TokenizerInfo.from_huggingface`` gives :func:`tokenizer_info`. ``GrammarCompiler`` gets no
-    cache of its own for that vocabulary: it shares rules between grammars by a hash that leaves out token ids (xgrammar
-    0.2.8 and 0.2.9: the mask then offers another grammar's marker, which is rejected when sampled). Whole grammars are
-    cached here instead.
+    cache of its own for that vocabulary: xgrammar 0.2.8 shares rules between grammars by a hash that leaves out
+    token ids, so that the mask offers another grammar's marker, which is rejected when sampled (0.2.9 did not show it).
+    Whole grammars are cached here instead.
     """
     import xgrammar
 
