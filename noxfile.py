@@ -51,7 +51,7 @@ def tests(session: nox.Session) -> None:
     others = lanes.prepare(("kernels", False), (OLDER, True), (OLDEST, True))
     lanes.lint(runs, python)
     lanes.types(runs, python)
-    runs.pytest(python, "unit", "-n2", "-m", "not serve and not gpu", *lanes.test_dirs(*envs.PACKAGES))
+    runs.pytest(python, "unit", "-n2", "-m", "not serve and not gpu and not long", *lanes.test_dirs(*envs.PACKAGES))
     serve = lanes.test_dirs("k3-core", "k3-nvidia")
     runs.pytest(python, "serve 0.32.0", "-n2", "--dist=loadfile", "-m", "serve and not gpu", *serve)
     others.join()
@@ -133,8 +133,9 @@ def smoke(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Feed the chat decoder random streams (`-- --minutes 5`)."""
+    """20,000 generated conversations there and back, then random streams into the chat decoder (`-- --minutes 5`)."""
     python = _python(session, VLLM, ("k3-core",))
+    session.run(python, "-m", "pytest", "-q", "-m", "long", "packages/k3-core/tests/test_chat_round_trip.py")
     session.run(python, "packages/k3-core/tests/fuzz_chat.py", *(session.posargs or ["--minutes", "5"]))
 
 

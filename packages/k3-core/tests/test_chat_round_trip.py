@@ -60,7 +60,7 @@ def test_round_trip(block: int) -> None:
         check_round_trip(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_round_trip_20000() -> None:
     for seed in range(10_000, 10_000 + int(os.environ.get("K3_CONVERSATIONS", "20000"))):
         check_round_trip(seed)
