@@ -146,6 +146,8 @@ class Group:
         self._local = threading.local()
         self._barrier = threading.Barrier(world_size)
         self._given: list[Any] = [None] * world_size
+        # Ranks are processes in earnest; as threads they take turns, since not all that they call is thread-safe.
+        self._turn = threading.Lock()
         self.reduced: list[int] = []
 
     @property
@@ -166,10 +168,17 @@ class Group:
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._given[self.rank_in_group] = x.clone()
-        self._barrier.wait(60)
+        self._wait()
         everyone = list(self._given)
-        self._barrier.wait(60)
+        self._wait()
         return everyone
+
+    def _wait(self) -> None:
+        self._turn.release()
+        try:
+            self._barrier.wait(60)
+        finally:
+            self._turn.acquire()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.rank_in_group == 0:
@@ -178,6 +187,10 @@ class Group:
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return torch.cat(self._exchange(x), dim) if self.world_size > 1 else x
+
+    def turn(self) -> threading.Lock:
+        """Held by the rank that computes."""
+        return self._turn
 
     def abort(self) -> None:
         self._barrier.abort()
@@ -191,7 +204,8 @@ def run_ranks(group: Group, work: Callable[[int], Any]) -> list[Any]:
     def body(rank: int) -> None:
         group.join(rank)
         try:
-            results[rank] = work(rank)
+            with group.turn():
+                results[rank] = work(rank)
         except BaseException as error:
             errors.append(error)
             group.abort()
