@@ -1,6 +1,6 @@
 """Memory that streaming a checkpoint takes, on a synthetic one in the released layout.
 
-    python bench_reader.py [--size-gib 4] [--folder DIR]
+    python bench_reader.py [--size-gib 4] [--folder DIR] [--out FILE]
 
 Writes the checkpoint (five layers, one shard each, thousands of small MXFP4 tensors a shard as in the release), then
 streams it in fresh processes, touching every byte: once whole, once as rank 3 of TP8, once as rank 3 of EP8. Prints one
@@ -15,7 +15,10 @@ The bound of 1 GiB is held against the last, the strictest of the three. Speeds 
 """
 
 import argparse
+import datetime
 import json
+import os
+import platform
 import re
 import subprocess
 import sys
@@ -35,6 +38,7 @@ from k3_core.checkpoint.tiny import shard_name, shard_of, write_json, write_shar
 from k3_core.config import K3Config
 
 BOUND = 1 << 30
+RESULTS = Path(__file__).parent / "results" / "reader.json"
 STREAMS = ("whole", "tp8", "ep8")
 LAYERS = 5
 
@@ -170,10 +174,38 @@ def run(folder: Path, size_gib: float) -> dict[str, Any]:
     }
 
 
+def page(report: dict[str, Any], size_gib: float) -> dict[str, Any]:
+    """The report in the form that the documentation renders."""
+    return {
+        "title": "Checkpoint reader, peak extra memory",
+        "command": f"python packages/k3-core/benchmarks/bench_reader.py --size-gib {size_gib:g}",
+        "date": datetime.date.today().isoformat(),
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "rows": [
+            {
+                "stream": name,
+                "read (MiB)": round(stream["tensor_bytes"] / 2**20),
+                "GiB/s": round(stream["bytes_per_second"] / 2**30, 2),
+                "extra RSS (MiB)": round(stream["peak_extra_rss_bytes"] / 2**20),
+                "of it anonymous (MiB)": round(stream["peak_extra_anonymous_bytes"] / 2**20),
+                "of it mapped file (MiB)": round(stream["peak_extra_file_bytes"] / 2**20),
+            }
+            for name, stream in report["streams"].items()
+        ],
+        "notes": [
+            f"A synthetic checkpoint of {report['checkpoint_bytes'] / 2**30:.2f} GiB in {report['num_tensors']} tensors; "
+            f"largest shard {report['largest_shard_bytes'] / 2**30:.2f} GiB. The bound of 1 GiB on the extra RSS was "
+            f"{'held' if report['bound_held'] else 'EXCEEDED'}. Warm page cache.",
+        ],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Peak extra memory of the streaming checkpoint reader (Linux).")
     parser.add_argument("--size-gib", type=float, default=4.0, help="size of the synthetic checkpoint (default 4)")
     parser.add_argument("--folder", type=Path, help="where to write it (default: a temporary folder)")
+    parser.add_argument("--out", default=str(RESULTS), help='result file; "-" for none')
     parser.add_argument("--measure", choices=STREAMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -181,6 +213,9 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         report = run(Path(folder), args.size_gib)
+    if args.out != "-":
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).write_text(json.dumps(page(report, args.size_gib), indent=1) + "\n")
     print(json.dumps(report))
     worst = max(report["streams"].values(), key=lambda stream: stream["peak_extra_rss_bytes"])
     mib = {key: worst[f"peak_extra_{key}_bytes"] / 2**20 for key in ("rss", "anonymous", "file")}
