@@ -194,9 +194,9 @@ def page(report: dict[str, Any], size_gib: float) -> dict[str, Any]:
             for name, stream in report["streams"].items()
         ],
         "notes": [
-            f"A synthetic checkpoint of {report['checkpoint_bytes'] / 2**30:.2f} GiB in {report['num_tensors']} tensors; "
-            f"largest shard {report['largest_shard_bytes'] / 2**30:.2f} GiB. The bound of 1 GiB on the extra RSS was "
-            f"{'held' if report['bound_held'] else 'EXCEEDED'}. Warm page cache.",
+            f"A synthetic checkpoint of {report['checkpoint_bytes'] / 2**30:.2f} GiB, {report['num_tensors']} tensors, "
+            f"largest shard {report['largest_shard_bytes'] / 2**30:.2f} GiB, warm page cache. The bound of 1 GiB on "
+            f"the extra RSS was {'held' if report['bound_held'] else 'EXCEEDED'}.",
         ],
     }
 
