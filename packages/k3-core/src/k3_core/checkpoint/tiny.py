@@ -19,16 +19,23 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def write_tiny(
-    path: str | Path, config: Any = "k3", seed: int = 0, *, long_memory: bool = False, a_log_padding: int = 2
+    path: str | Path,
+    config: Any = "k3",
+    seed: int = 0,
+    *,
+    long_memory: bool = False,
+    a_log_padding: int = 2,
+    device: str = "cpu",
 ) -> Path:
     """Write a random checkpoint in the released layout.
 
     Args:
         path: folder to create; files of the same names are replaced.
         config: a preset of `tiny_config` ("k3", "k3-13", "linear"), or anything `load_config` accepts.
-        seed: of all weights. The same seed and configuration give the same bytes.
+        seed: of all weights. The same seed, configuration and kind of device give the same bytes.
         long_memory: weights whose KDA state survives hundreds of tokens, so that a lost state shows in the logits.
         a_log_padding: zero values behind the heads of A_log (K3 only; the release has 32 behind 96).
+        device: where values are drawn; "cuda" makes gigabytes in seconds, with other values than "cpu".
 
     Returns:
         The folder. It holds config.json, generation_config.json, the shards with their index, a working tokenizer
@@ -45,7 +52,7 @@ def write_tiny(
         length = parsed.text.linear_attn.num_heads + a_log_padding
         table |= {n: TensorSpec((length,), s.dtype) for n, s in table.items() if n.endswith(".A_log")}
     write_side_files(folder, parsed)
-    write_shards(folder, _random_shards(parsed, table, seed, long_memory))
+    write_shards(folder, _random_shards(parsed, table, seed, long_memory, device))
     return folder
 
 
@@ -110,7 +117,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _random_shards(
-    config: K3Config, table: dict[str, TensorSpec], seed: int, long_memory: bool
+    config: K3Config, table: dict[str, TensorSpec], seed: int, long_memory: bool, device: str
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     names: dict[int, list[str]] = {}
     for name in table:
@@ -118,7 +125,7 @@ def _random_shards(
     for index in sorted(names):
         tensors: dict[str, Tensor] = {}
         for name in names[index]:
-            tensors |= random_tensor(name, table[name], config, seed, long_memory=long_memory)
+            tensors |= random_tensor(name, table[name], config, seed, long_memory=long_memory, device=device)
         yield shard_name(index, config), tensors
 
 

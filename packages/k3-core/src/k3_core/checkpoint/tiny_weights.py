@@ -59,7 +59,7 @@ _SITU_GAINS = (2.2, 8.0, 0.042)
 _SILU_GAINS = (1.5, 1.5, 0.5)
 
 _FIXED: tuple[tuple[str, Callable[[TensorSpec, torch.Generator], Tensor]], ...] = (
-    (r"\.dt_bias$", lambda s, g: torch.empty(s.shape).uniform_(-6.5, 1.0, generator=g)),
+    (r"\.dt_bias$", lambda s, g: torch.empty(s.shape, device=g.device).uniform_(-6.5, 1.0, generator=g)),
     (r"e_score_correction_bias$", lambda s, g: _normal(s, g, 0.15)),
     (r"\.pos_emb\.weight$", lambda s, g: _normal(s, g, 0.4)),
     (r"embed_tokens\.weight$", lambda s, g: _normal(s, g, 3.0)),
@@ -68,31 +68,37 @@ _FIXED: tuple[tuple[str, Callable[[TensorSpec, torch.Generator], Tensor]], ...] 
 )
 
 
-def generator_for(seed: int, name: str) -> torch.Generator:
-    """A CPU generator that depends on `seed` and `name` only."""
+def generator_for(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator that depends on `seed`, `name` and the kind of device only."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def random_tensor(
-    name: str, spec: TensorSpec, config: K3Config, seed: int, *, long_memory: bool = False
+    name: str,
+    spec: TensorSpec,
+    config: K3Config,
+    seed: int,
+    *,
+    long_memory: bool = False,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Random values of the tensor `name` and, for `.weight_packed`, of its `.weight_scale` too.
+    """Random values of the tensor `name` and, for `.weight_packed`, of its `.weight_scale` too, drawn on `device`.
 
-    Returns {name: tensor} with the shapes and dtypes of the table; {} for a `.weight_scale`, which comes with its
+    Returns {name: CPU tensor} with the shapes and dtypes of the table; {} for a `.weight_scale`, which comes with its
     packed partner.
     """
     if name.endswith(".weight_scale"):
         return {}
-    generator = generator_for(seed, name)
+    generator = generator_for(seed, name, device)
     if name.endswith(".weight_packed"):
         weight = _matrix(name, TensorSpec((spec.shape[0], spec.shape[1] * 2), spec.dtype), config, generator)
         packed, scale = mxfp4.quantise(_with_empty_groups(weight, generator))
-        return {name: packed, name.removesuffix("_packed") + "_scale": scale}
+        return {name: packed.cpu(), name.removesuffix("_packed") + "_scale": scale.cpu()}
     value = _plain(name, spec, config, generator)
     if long_memory:
         value = _remember(name, value, config, generator)
-    return {name: value.to(spec.dtype).contiguous()}
+    return {name: value.to(spec.dtype).contiguous().cpu()}
 
 
 def _plain(name: str, spec: TensorSpec, config: K3Config, generator: torch.Generator) -> Tensor:
@@ -120,7 +126,7 @@ def _matrix(name: str, spec: TensorSpec, config: K3Config, generator: torch.Gene
 
 
 def _normal(spec: TensorSpec, generator: torch.Generator, std: float) -> Tensor:
-    return torch.randn(spec.shape, generator=generator) * std
+    return torch.randn(spec.shape, generator=generator, device=generator.device) * std
 
 
 def _convolution(spec: TensorSpec, generator: torch.Generator) -> Tensor:
@@ -133,15 +139,15 @@ def _convolution(spec: TensorSpec, generator: torch.Generator) -> Tensor:
 
 def _a_log(spec: TensorSpec, num_heads: int, generator: torch.Generator) -> Tensor:
     """Values of std 0.3 for the heads, an exactly zero tail behind them."""
-    flat = torch.zeros(prod(spec.shape))
-    flat[:num_heads] = torch.randn(num_heads, generator=generator) * 0.3
+    flat = torch.zeros(prod(spec.shape), device=generator.device)
+    flat[:num_heads] = torch.randn(num_heads, generator=generator, device=generator.device) * 0.3
     return flat.reshape(spec.shape)
 
 
 def _with_empty_groups(weight: Tensor, generator: torch.Generator) -> Tensor:
     """About one group in a hundred zeroed, so that scale byte 0 occurs as in pruned weights."""
     groups = weight.reshape(weight.shape[0], -1, mxfp4.GROUP_SIZE)
-    keep = torch.rand(groups.shape[:2], generator=generator) > 0.01
+    keep = torch.rand(groups.shape[:2], generator=generator, device=generator.device) > 0.01
     return (groups * keep.unsqueeze(-1)).reshape(weight.shape)
 
 
@@ -149,7 +155,7 @@ def _remember(name: str, value: Tensor, config: K3Config, generator: torch.Gener
     """The changes of `long_memory` to one tensor."""
     channel = CONSTANT_CHANNEL
     if name.endswith(".dt_bias"):
-        return torch.empty(value.shape).uniform_(-13.0, -10.0, generator=generator)
+        return torch.empty_like(value).uniform_(-13.0, -10.0, generator=generator)
     if name.endswith(".f_b_proj.weight"):
         return value * 0.3
     if name.endswith("embed_tokens.weight"):
