@@ -256,8 +256,8 @@ def fill(model: Any) -> None:
 
 def bind_caches(model: Any, slots: int = 4, block: int = 64) -> None:
     """Caches full of NaN for every layer: what is read before it is written shows."""
+    from k3_core.vllm.serving.mla_cpu import LatentAttentionOnCpu
     from k3_nvidia.kda import KimiDeltaAttention
-    from k3_nvidia.mla_cpu import LatentAttentionOnCpu
 
     for module in model.modules():
         if isinstance(module, KimiDeltaAttention):
@@ -270,9 +270,9 @@ def bind_caches(model: Any, slots: int = 4, block: int = 64) -> None:
 
 def one_prompt(model: Any, length: int, block: int = 64) -> dict[str, Any]:
     """Metadata of a step that reads one prompt of ``length`` tokens into slot 1 and blocks 1, 2, ..."""
+    from k3_core.vllm.serving.kda_metadata import KdaMetadata, Prefill
+    from k3_core.vllm.serving.mla_cpu import LatentAttentionOnCpu, LatentStep
     from k3_nvidia.kda import KimiDeltaAttention
-    from k3_nvidia.kda_metadata import KdaMetadata, Prefill
-    from k3_nvidia.mla_cpu import LatentAttentionOnCpu, LatentStep
 
     kda = KdaMetadata(
         0,

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from k3_nvidia.kda_metadata import PADDING, PREFILL, STEP, KdaMetadataBuilder, classify
+from k3_core.vllm.serving.kda_metadata import PADDING, PREFILL, STEP, KdaMetadataBuilder, classify
 
 BLOCK = 16
 

@@ -12,7 +12,8 @@ import torch
 
 from k3_core.errors import ConfigError, UnsupportedError
 from k3_core.operators import CallSpec
-from k3_nvidia import dispatch, reductions
+from k3_core.vllm.serving import reductions
+from k3_nvidia import dispatch
 from k3_nvidia.vision import assign
 
 USUAL = reductions.Facts(ranks=8, latent=True, shared=True, hidden=7168)

@@ -60,8 +60,8 @@ def expected(reference: ReferenceK3, prompts: list[list[int]], count: int) -> li
 
 
 def test_the_models_are_ours_inside_and_out(engine: Engine) -> None:
+    from k3_core.vllm.serving.kda_metadata import KdaBackend
     from k3_nvidia.kda import KimiDeltaAttention
-    from k3_nvidia.kda_metadata import KdaBackend
     from k3_nvidia.model import KimiK3ForConditionalGeneration, KimiLinearForCausalLM
 
     assert type(engine.model) is KimiK3ForConditionalGeneration
@@ -129,8 +129,8 @@ def test_images_equal_the_reference(engine: Engine, reference: ReferenceK3) -> N
 
 def test_the_null_block_is_never_touched(engine: Engine) -> None:
     from k3_core.vllm import compat
+    from k3_core.vllm.serving.mla_cpu import LatentAttentionOnCpu
     from k3_nvidia.kda import KimiDeltaAttention
-    from k3_nvidia.mla_cpu import LatentAttentionOnCpu
 
     engine.tokens(random_prompts((30, 90, 7), seed=11), 6)
     for layer in engine.model.modules():

@@ -4,8 +4,9 @@ Rows of the input projection on each rank: q, k, v and g by head, then f_a (all 
 then padding to a multiple of 16. Kimi-Linear has the low-rank g_a in the place of g. z = f_b(f_a(x)) follows.
 
 The states are in vLLM's cache: raw inputs of the convolution (3 + num_spec columns, in either layout of
-``VLLM_SSM_CONV_STATE_LAYOUT``) and the recurrent state [heads, V, K]. :mod:`k3_nvidia.kda_metadata` says which slot
-belongs to which row. The part between the projections is one call that piecewise CUDA graphs leave out of the graph.
+``VLLM_SSM_CONV_STATE_LAYOUT``) and the recurrent state [heads, V, K]. :mod:`k3_core.vllm.serving.kda_metadata` says
+which slot belongs to which row. The part between the projections is one call that piecewise CUDA graphs leave out
+of the graph.
 """
 
 from __future__ import annotations
@@ -18,47 +19,19 @@ import torch
 from torch import Tensor
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.layers.mamba.mamba_utils import (
-    MambaStateDtypeCalculator,
-    MambaStateShapeCalculator,
-    is_conv_state_dim_first,
-)
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from k3_core.config import TextConfig
 from k3_core.vllm import compat
+from k3_core.vllm.serving.cache import StateShapes, common_page_bytes, state_dtypes, state_shapes
+from k3_core.vllm.serving.kda_metadata import KdaBackend, KdaMetadata
 from k3_nvidia import dispatch
-from k3_nvidia.cache import common_page_bytes
-from k3_nvidia.kda_metadata import KdaBackend, KdaMetadata
 from k3_nvidia.layers import Loadable, Rows, below, local_linear, parameter, row_parallel, tp
-
-StateShapes = tuple[tuple[int, ...], ...]
 
 #: The newest plan of a prefill and what it was made for.
 _last_plan: dict[str, Any] = {}
-
-
-def state_shapes(text: TextConfig, tp_size: int, num_spec: int) -> StateShapes:
-    """Shapes of one request's states: the convolution's window and the recurrent state, of one rank."""
-    linear = text.linear_attn
-    shapes: StateShapes = MambaStateShapeCalculator.kda_state_shape(
-        tp_size,
-        linear.num_heads,
-        linear.head_dim,
-        conv_kernel_size=linear.short_conv_kernel_size,
-        num_spec=num_spec,
-    )
-    return shapes
-
-
-def state_dtypes(vllm_config: Any) -> tuple[torch.dtype, ...]:
-    """Dtypes of the states: the model's, and fp32 (or bf16 by --mamba-ssm-cache-dtype)."""
-    cache = vllm_config.cache_config
-    dtypes: tuple[torch.dtype, ...] = MambaStateDtypeCalculator.kda_state_dtype(
-        vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
-    )
-    return dtypes
 
 
 class KimiDeltaAttention(Loadable, MambaBase):

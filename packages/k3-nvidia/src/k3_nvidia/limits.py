@@ -15,7 +15,7 @@ from k3_core import checkpoint
 from k3_core.config import K3Config, load_config
 from k3_core.errors import UnsupportedError
 from k3_core.vllm import compat
-from k3_nvidia.cache import latent_width
+from k3_core.vllm.layers.cache import latent_width
 
 #: Speculation without a draft model: proposals come from the text itself.
 DRAFTLESS = ("ngram", "suffix")

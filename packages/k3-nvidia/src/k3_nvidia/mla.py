@@ -3,7 +3,8 @@
 Rows of the input projection: q_a and kv_a (whole on every rank), then g by head; without a low rank the queries by
 head, then kv_a (and g). The two low-rank norms have eps 1e-6 (K3-SPEC 11.2) and nothing is rotated: vLLM's attention
 takes the "rope" part as it is. vLLM chooses the backend, pads few heads where its kernel needs it, decodes in the
-absorbed form and reads long contexts in chunks. On a CPU :mod:`k3_nvidia.mla_cpu` stands in for the attention call.
+absorbed form and reads long contexts in chunks. On a CPU :mod:`k3_core.vllm.serving.mla_cpu` stands in for the
+attention call.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class KimiLatentAttention(Loadable):
     def _attention(self, vllm_config: Any) -> Any:
         text = self.text
         if dispatch.device()[0] == "cpu":
-            from k3_nvidia.mla_cpu import LatentAttentionOnCpu
+            from k3_core.vllm.serving.mla_cpu import LatentAttentionOnCpu
 
             return LatentAttentionOnCpu(text, self.heads, self.kv_b_proj, vllm_config, self.attention_name)
         from vllm.model_executor.layers.attention import MLAAttention

@@ -40,9 +40,10 @@ from k3_core.contracts.attn_res import Schedule
 from k3_core.errors import ConfigError
 from k3_core.vllm import compat
 from k3_core.vllm.processor import MEDIA_PAD, K3DummyInputsBuilder, K3MultiModalProcessor, K3ProcessingInfo
+from k3_core.vllm.serving.cache import StateShapes, state_dtypes, state_shapes
 from k3_nvidia import dispatch, loading, vision, warmup
 from k3_nvidia.attn_res import Mix
-from k3_nvidia.kda import KimiDeltaAttention, StateShapes, state_dtypes, state_shapes
+from k3_nvidia.kda import KimiDeltaAttention
 from k3_nvidia.layers import GatedMLP, Loadable, below, norm, tp
 from k3_nvidia.mla import KimiLatentAttention
 from k3_nvidia.moe import MoE

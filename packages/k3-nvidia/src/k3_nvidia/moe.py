@@ -5,9 +5,9 @@
     r      = sum_e p_e expert_e(z)        this rank's part, operator ``experts``
     y      = norm(sum over ranks r) W_up^T + sum over ranks shared(x)
 
-How ranks are summed is one of the forms of :mod:`k3_nvidia.reductions`. Experts are cut along their width over the
-tensor parallel ranks, or whole and distributed with expert parallelism (then every rank routes all tokens and computes
-its own experts; the sum is the same). Formulas: ``k3_core.contracts.moe``.
+How ranks are summed is one of the forms of :mod:`k3_core.vllm.serving.reductions`. Experts are cut along their width
+over the tensor parallel ranks, or whole and distributed with expert parallelism (then every rank routes all tokens
+and computes its own experts; the sum is the same). Formulas: ``k3_core.contracts.moe``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 from k3_core.checkpoint import expert_range, expert_width
 from k3_core.config import K3Config
 from k3_core.contracts.moe import router_logits
-from k3_nvidia import dispatch, reductions
+from k3_core.vllm.serving import reductions
+from k3_nvidia import dispatch
 from k3_nvidia.experts_store import RoutedExperts
 from k3_nvidia.layers import GatedMLP, Loadable, below, local_linear, norm, parameter, tp
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k3_core.vllm.serving.kda_metadata import Decode, KdaMetadata, Prefill, Verify
 from k3_nvidia import dispatch
 from k3_nvidia.kda import KimiDeltaAttention
-from k3_nvidia.kda_metadata import Decode, KdaMetadata, Prefill, Verify
 from k3_nvidia.tuning import kda as tuning
 
 logger = logging.getLogger("vllm.plugins.k3")

@@ -20,7 +20,8 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from k3_core.config import TextConfig
 from k3_core.contracts import mla
 from k3_core.vllm import compat
-from k3_nvidia.cache import common_page_bytes, latent_page_bytes, latent_width
+from k3_core.vllm.layers.cache import latent_width
+from k3_core.vllm.serving.cache import common_page_bytes, latent_page_bytes
 
 
 @dataclass(frozen=True)
