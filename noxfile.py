@@ -45,16 +45,20 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything a machine without an accelerator can check: lint, types, rules, all packages, three vLLM versions."""
+    """All that needs no accelerator: lint, types, docs, archives, all packages, kernels, three vLLM versions."""
     runs = lanes.Runs(session)
     python = _python(session, VLLM)
-    others = lanes.prepare(("kernels", False), (OLDER, True), (OLDEST, True))
+    others = lanes.prepare(("nvidia", True), ("kernels", False), (OLDER, True), (OLDEST, True))
     lanes.lint(runs, python)
     lanes.types(runs, python)
-    runs.pytest(python, "unit", "-n2", "-m", "not serve and not gpu and not long", *lanes.test_dirs(*envs.PACKAGES))
+    lanes.docs(runs)
+    runs.command("reproducible archives", str(envs.ensure_ci()), "ci/release.py", "--reproducible")
+    unit = lanes.test_dirs(*(p for p in envs.PACKAGES if p != "k3-nvidia"))
+    runs.pytest(python, "unit", "-n2", "-m", "not serve and not gpu and not long", *unit)
     serve = lanes.test_dirs("k3-core", "k3-nvidia")
     runs.pytest(python, "serve 0.32.0", "-n2", "--dist=loadfile", "-m", "serve and not gpu", *serve)
     others.join()
+    lanes.nvidia(runs)
     lanes.kernels(runs, "k3-nvidia")
     lanes.older_vllm(runs, OLDER)
     lanes.oldest_vllm(runs, OLDEST)
@@ -81,8 +85,8 @@ def tests_oldest(session: nox.Session) -> None:
 
 @nox.session(name="test-nvidia")
 def test_nvidia(session: nox.Session) -> None:
-    """Build k3-nvidia, install it clean, run what this machine allows (`-- --require-gpu` fails without a GPU)."""
-    lanes.vendor(session, "k3-nvidia")
+    """Build k3-nvidia, install it clean, run what this machine allows (`-- --require-gpu`, `-- --image`)."""
+    lanes.test_nvidia(session)
 
 
 @nox.session(name="test-amd")
@@ -154,4 +158,6 @@ def bench_nvidia(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/; a broken link is an error."""
-    lanes.docs(session)
+    runs = lanes.Runs(session)
+    lanes.docs(runs)
+    runs.close()

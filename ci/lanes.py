@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
 import envs
+import hardware
 import nox
 
 ROOT = envs.ROOT
@@ -33,11 +34,12 @@ class Runs:
         self.session = session
         self.total = Count()
         self.broken: list[str] = []
+        self.began = time.monotonic()
         RESULTS.mkdir(parents=True, exist_ok=True)
 
     def command(self, label: str, *command: str, env: dict[str, str] | None = None) -> bool:
         """Run a command that is not pytest; a non-zero exit counts as one failure."""
-        started = time.monotonic()
+        started = self._begin(label)
         ok = subprocess.call(command, cwd=ROOT, env=_environment(env)) == 0
         self._note(label, ok, started)
         if ok:
@@ -48,7 +50,7 @@ class Runs:
 
     def pytest(self, python: str, label: str, *args: str, env: dict[str, str] | None = None) -> None:
         """Run pytest with ``python``; its counts join the sum. No test collected is a failure."""
-        started = time.monotonic()
+        started = self._begin(label)
         report = RESULTS / (label.replace(" ", "-").replace("/", "-") + ".xml")
         report.unlink(missing_ok=True)
         command = [python, "-m", "pytest", "-q", f"--junitxml={report}", *args]
@@ -64,10 +66,20 @@ class Runs:
             self.total.passed += number["tests"] - bad - number["skipped"]
         self._note(label, code == 0, started)
 
+    def _begin(self, label: str) -> float:
+        now = time.monotonic()
+        self.session.log(f"{label}: starts, {(now - self.began) / 60:.0f} min into the session")
+        return now
+
     def _note(self, label: str, ok: bool, started: float) -> None:
         if not ok:
             self.broken.append(label)
         self.session.log(f"{label}: {'passed' if ok else 'FAILED'} in {time.monotonic() - started:.0f} s")
+
+    def fail(self, label: str) -> None:
+        """Count a failure that no command reported."""
+        self.total.failed += 1
+        self._note(label, False, time.monotonic())
 
     def close(self) -> None:
         """Print the sum of all runs in pytest's plain form; fail the session where a run failed."""
@@ -154,6 +166,44 @@ def prepare(*environments: tuple[str, bool]) -> threading.Thread:
     return thread
 
 
+def nvidia(runs: Runs, *options: str, serve: bool = False) -> None:
+    """k3-nvidia with both vLLM and Triton in reach, so that launchers check what the layers hand them."""
+    python = str(envs.ensure("nvidia", dev=True))
+    envs.install_wheels("nvidia", envs.build_wheels(("k3-core", "k3-nvidia")))
+    marks = "not gpu" if serve else "not gpu and not serve"
+    tests = [str(p) for p in sorted((ROOT / "packages/k3-nvidia/tests").glob("test_*.py")) if "kernel" not in p.name]
+    runs.pytest(python, "k3-nvidia", *(options or ("-n2", "--dist=loadfile")), "-m", marks, *tests)
+
+
+def test_nvidia(session: nox.Session) -> None:
+    """k3-nvidia's lane: wiring and kernels on a CPU, then the hardware tests on a GPU, or a word that they did not run.
+
+    ``--image`` does all of it inside the image of ci/images/nvidia; ``--hardware-only`` leaves out the CPU's part;
+    ``--require-gpu`` makes a missing GPU a failure; the rest goes to pytest.
+    """
+    flags = {"--image", "--hardware-only", "--require-gpu"}
+    asked, rest = flags & set(session.posargs), [a for a in session.posargs if a not in flags]
+    if "--image" in asked:
+        if code := hardware.run_in_image("nvidia"):
+            session.error(f"the lane in the image ended with {code}")
+        return
+    runs = Runs(session)
+    if "--hardware-only" not in asked:
+        nvidia(runs, *rest, serve=True)
+        kernels(runs, "k3-nvidia")
+    tests = [p for p in sorted((ROOT / "packages/k3-nvidia/tests").glob("test_*.py")) if "mark.gpu" in p.read_text()]
+    probe = "import torch; raise SystemExit(not torch.cuda.is_available())"
+    found = subprocess.call([hardware.home_python(), "-c", probe], stderr=subprocess.DEVNULL) == 0
+    if found:
+        python = hardware.overlay("nvidia", ("k3-core", "k3-nvidia"))
+        runs.pytest(python, "k3-nvidia on the GPU", "-m", "gpu", *rest, *map(str, tests))
+    else:
+        print(f"\nnot run: no GPU that the torch of {hardware.home_python()} sees: {', '.join(p.name for p in tests)}")
+        if "--require-gpu" in asked:
+            runs.fail("GPU required (--require-gpu) and none found")
+    runs.close()
+
+
 def vendor(session: nox.Session, package: str) -> None:
     """Build one vendor's wheel, install it, run what the machine allows; say what was not run."""
     require = "--require-gpu" in session.posargs
@@ -211,12 +261,6 @@ def bench_core(session: nox.Session, python: str) -> None:
     session.run(python, "ci/render_docs.py")
 
 
-def docs(session: nox.Session) -> None:
-    """mkdocs in strict mode."""
-    home = envs.VENVS / "docs"
-    if not envs.python_of(home).exists():
-        venv.create(home, with_pip=True)
-        subprocess.run(
-            [envs.python_of(home), "-m", "pip", "install", "-q", "-r", envs.CONSTRAINTS / "docs.txt"], check=True
-        )
-    session.run(str(envs.python_of(home)), "-m", "mkdocs", "build", "--strict", "-q")
+def docs(runs: Runs) -> None:
+    """mkdocs in strict mode: a broken link or anchor, or a page outside the navigation, is a failure."""
+    runs.command("docs", str(envs.ensure_docs()), "-m", "mkdocs", "build", "--strict", "-q")
