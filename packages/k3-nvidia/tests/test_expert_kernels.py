@@ -6,10 +6,8 @@ repeated runs, the decode in inline assembly for every byte and scale, CUDA-grap
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +18,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from k3_core.operators import CallSpec, ExpertWeights, Implementation
+from k3_core.operators.triton_host import interpreting
 from k3_core.testing import conformance
+from k3_core.testing.triton_interpreter import round_to_nearest
 from k3_nvidia.kernels import experts, moe_combine, moe_layout, moe_worklist, router, situ
-from k3_nvidia.kernels.triton_env import interpreting
 from k3_nvidia.tuning.experts import Plan, plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,12 +30,7 @@ gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 SMALL = Plan(8, 4, 1, 4, 2, 4, 1, 4, 2, 8, 64, False)  # few programs: the interpreter pays for each
 
 if interpreting():
-    spec = importlib.util.spec_from_file_location("kda_interpreter", Path(__file__).with_name("kda_interpreter.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    rounding = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(rounding)
-    rounding.round_to_nearest()
+    round_to_nearest()
 
 
 def run_experts(

@@ -18,11 +18,11 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from kda_interpreter import round_to_nearest
 
 from k3_core.errors import UnsupportedError
 from k3_core.operators import CallSpec, Implementation
 from k3_core.testing import conformance
+from k3_core.testing.triton_interpreter import round_to_nearest
 from k3_nvidia.kernels import kda_checks, kda_chunk, kda_plan, kda_prefill, kda_segment, kda_step
 from k3_nvidia.tuning import kda as tuning
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import triton
 
+from k3_core.operators.triton_host import interpreting
 from k3_nvidia.kernels import moe_worklist, router
 from k3_nvidia.kernels.experts_gemm import w2_kernel, w2_wide_kernel, w13_kernel
 from k3_nvidia.kernels.moe_combine import combine
 from k3_nvidia.kernels.moe_layout import SwizzledExperts, empty_swizzled, pack_expert_, supports_shape
 from k3_nvidia.kernels.moe_worklist import Worklist
 from k3_nvidia.kernels.situ import activation_code
-from k3_nvidia.kernels.triton_env import interpreting
 from k3_nvidia.tuning import experts as tuning
 from k3_nvidia.tuning.experts import Plan
 

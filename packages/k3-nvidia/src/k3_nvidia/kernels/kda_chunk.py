@@ -29,9 +29,10 @@ Sources: the WY form of Yang et al. (DeltaNet); the blocked triangular inverse i
 import triton
 import triton.language as tl
 
+from k3_core.operators.kda_plan import CHUNK
 from k3_nvidia.kernels.kda_math import dot, gate_log2
 
-CHUNK = 64
+__all__ = ["CHUNK", "kda_chunk_kernel", "kda_prepare_kernel"]
 
 
 @triton.jit

@@ -1,48 +1,17 @@
-"""The host side of a prefill: which chunks, segments and scans a packed batch has. Built once a step, for all layers.
-
-Everything is one int32 buffer and one copy to the device. Building it from a CPU cu_seqlens never waits for the device.
-"""
+"""Prefill plans cut by this wheel's cost model; the tables themselves are k3_core.operators.kda_plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from k3_nvidia.kernels.kda_chunk import CHUNK
+from k3_core.operators import kda_plan as shared
+from k3_core.operators.kda_plan import FIRST, LAST, SEVERAL, PrefillPlan, check_plan
 from k3_nvidia.tuning import kda as tuning
 
-FIRST, LAST, SEVERAL = 1, 2, 4
-
-
-@dataclass(frozen=True)
-class PrefillPlan:
-    """Device tables of one packed batch.
-
-    chunks int32 [num_chunks, 4]: first token, rows, sequence, index in its sequence. segments int32 [num_segments, 4]:
-    first chunk, chunks, sequence, flags (FIRST, LAST, SEVERAL). order int32 [num_local]: segments with a successor.
-    scans int32 [num_scans, 2]: first segment and segment count of sequences of more than two segments.
-    """
-
-    num_seqs: int
-    end: int
-    chunks: Tensor
-    segments: Tensor
-    order: Tensor
-    scans: Tensor
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of all sequences."""
-        return self.chunks.shape[0]
-
-    @property
-    def num_segments(self) -> int:
-        """Segments of all sequences."""
-        return self.segments.shape[0]
+__all__ = ["FIRST", "LAST", "SEVERAL", "PrefillPlan", "check_plan", "plan_prefill"]
 
 
 def plan_prefill(
@@ -59,36 +28,11 @@ def plan_prefill(
     segment_chunks: chunks a segment (0: uncut); None asks the cost model in tuning/kda.py. Raises ValueError for
     boundaries that are not boundaries.
     """
-    bounds = [int(b) for b in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
-    if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(f"kda_prefill: cu_seqlens must start at 0 and not decrease, got {bounds[:8]}...")
-    counts = [-(-(b - a) // CHUNK) for a, b in pairwise(bounds)]
-    if segment_chunks is None:
+
+    def cost_model(chunks: list[int]) -> int:
         units = None
         if torch.device(device).type == "cuda":
             units = torch.cuda.get_device_properties(device).multi_processor_count
-        segment_chunks = tuning.segment_length([c for c in counts if c], heads, dim, units) if any(counts) else 0
-    chunks: list[int] = []
-    segments: list[int] = []
-    order: list[int] = []
-    scans: list[int] = []
-    for seq, (count, (start, end)) in enumerate(zip(counts, pairwise(bounds), strict=True)):
-        pieces = -(-count // segment_chunks) if segment_chunks else min(count, 1)
-        first_chunk, first_segment = len(chunks) // 4, len(segments) // 4
-        for i in range(count):
-            token = start + i * CHUNK
-            chunks += [token, min(CHUNK, end - token), seq, i]
-        for p in range(pieces):
-            lo, hi = p * count // pieces, (p + 1) * count // pieces
-            flags = (FIRST if p == 0 else 0) | (LAST if p == pieces - 1 else 0) | (SEVERAL if pieces > 1 else 0)
-            segments += [first_chunk + lo, hi - lo, seq, flags]
-        order += range(first_segment, first_segment + max(pieces - 1, 0))
-        if pieces > 2:
-            scans += [first_segment, pieces]
-    # Every table starts on 16 bytes whatever the batch: pointers of varying alignment would be varying kernel variants.
-    filler = [0] * (-len(order) % 4)
-    packed = torch.tensor(chunks + segments + order + filler + scans, dtype=torch.int32)
-    if torch.device(device).type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    c, s, o, _, x = packed.split([len(chunks), len(segments), len(order), len(filler), len(scans)])
-    return PrefillPlan(len(bounds) - 1, bounds[-1], c.view(-1, 4), s.view(-1, 4), o, x.view(-1, 2))
+        return tuning.segment_length(chunks, heads, dim, units)
+
+    return shared.plan_prefill(cu_seqlens, device, cost_model if segment_chunks is None else segment_chunks)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from k3_core.errors import UnsupportedError
 from k3_core.operators import CallSpec
+from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import kda_checks as checks
 from k3_nvidia.kernels.kda_chunk import CHUNK, kda_chunk_kernel, kda_prepare_kernel
 from k3_nvidia.kernels.kda_conv import gated_norm_kernel, short_conv_kernel
-from k3_nvidia.kernels.kda_launch import Launcher
 from k3_nvidia.kernels.kda_math import LOG2E, MAX_HALF_RANGE
-from k3_nvidia.kernels.kda_plan import PrefillPlan, plan_prefill
+from k3_nvidia.kernels.kda_plan import PrefillPlan, check_plan, plan_prefill
 from k3_nvidia.kernels.kda_segment import kda_local_kernel, kda_output_kernel, kda_scan_kernel
 from k3_nvidia.tuning import kda as tuning
 
@@ -32,7 +32,6 @@ _scan = Launcher(kda_scan_kernel)
 _short_conv = Launcher(short_conv_kernel)
 _BF16 = (torch.bfloat16,)
 _FLOATS = (torch.bfloat16, torch.float32)
-_F32 = (torch.float32,)
 
 
 def supports_prefill(spec: CallSpec) -> tuple[bool, str]:
@@ -84,11 +83,11 @@ def kda_prefill(
     plan: `plan_prefill` of the same boundaries; without one it is built here, which reads a device cu_seqlens back.
     Raises ValueError for shapes and UnsupportedError for dtypes or strides it has no code for.
     """
-    out = _check_prefill(q, k, v, z, beta, a_log, dt_bias, recurrent_state, slot_mapping, has_initial_state, out)
+    out = checks.check_prefill(q, k, v, z, beta, a_log, dt_bias, recurrent_state, slot_mapping, has_initial_state, out)
     tokens, heads, dim = q.shape
     if plan is None:
         plan = plan_prefill(cu_seqlens, heads, q.device, dim=dim)
-    _check_plan("kda_prefill", plan, slot_mapping.shape[0], tokens)
+    check_plan("kda_prefill", plan, slot_mapping.shape[0], tokens)
     if plan.end < tokens:
         out[plan.end :].zero_()
     if plan.num_chunks == 0 or heads == 0:
@@ -173,36 +172,6 @@ def _cross_segments(
     return start
 
 
-def _check_prefill(
-    q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor,
-    slots: Tensor, init: Tensor, out: Tensor | None,
-) -> Tensor:  # fmt: skip
-    op = "kda_prefill"
-    if q.dim() != 3 or q.shape[2] not in checks.HEAD_DIMS:
-        raise UnsupportedError(f"{op}: q must be [T, N, D] with D in {checks.HEAD_DIMS}, got {tuple(q.shape)}")
-    tokens, heads, dim = q.shape
-    for name, x in (("q", q), ("k", k), ("v", v), ("z", z)):
-        checks.check_rows(op, name, x, (tokens, heads, dim), _BF16)
-    checks.check_rows(op, "beta", beta, (tokens, heads), _F32)
-    checks.check_vector(op, "a_log", a_log, (heads,), torch.float32)
-    checks.check_vector(op, "dt_bias", dt_bias, (heads, dim), torch.float32)
-    checks.check_state(op, state, heads, dim)
-    checks.check_index(op, "slot_mapping", slots, (slots.shape[0],))
-    checks.check_vector(op, "has_initial_state", init, tuple(slots.shape), torch.bool)
-    if out is None:
-        return torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
-    checks.check_rows(op, "out", out, (tokens, heads, dim), _BF16)
-    return out
-
-
-def _check_plan(op: str, plan: PrefillPlan, sequences: int, tokens: int) -> None:
-    if plan.num_seqs != sequences or plan.end > tokens:
-        raise ValueError(
-            f"{op}: the plan is for {plan.num_seqs} sequences ending at row {plan.end}, the call has {sequences} "
-            f"sequences and {tokens} rows"
-        )
-
-
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -227,7 +196,7 @@ def short_conv(
     checks.check_rows(op, "out", out, (tokens, channels), (x.dtype,))
     if plan is None:
         plan = plan_prefill(cu_seqlens, 1, x.device)
-    _check_plan(op, plan, slot_mapping.shape[0], tokens)
+    check_plan(op, plan, slot_mapping.shape[0], tokens)
     if plan.end < tokens:
         out[plan.end :].zero_()
     if plan.num_chunks == 0:

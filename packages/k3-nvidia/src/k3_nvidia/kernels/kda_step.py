@@ -29,10 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3_core.errors import UnsupportedError
 from k3_core.operators import CallSpec
+from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import kda_checks as checks
-from k3_nvidia.kernels.kda_launch import Launcher
 from k3_nvidia.kernels.kda_math import gate_log2, sigmoid
 from k3_nvidia.tuning import kda as tuning
 
@@ -297,8 +296,21 @@ def kda_decode(
 
     Raises ValueError for shapes and UnsupportedError for dtypes or strides it has no code for.
     """
-    out = _check_step("kda_decode", qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state,
-                      recurrent_state, 3, out)  # fmt: skip
+    out = checks.check_step(
+        "kda_decode",
+        qkv,
+        z,
+        beta,
+        gate,
+        conv_weight,
+        a_log,
+        dt_bias,
+        o_norm_weight,
+        conv_state,
+        recurrent_state,
+        3,
+        out,
+    )
     checks.check_index("kda_decode", "slot_mapping", slot_mapping, (qkv.shape[0],))
     rows, heads, dim = z.shape
     if rows == 0:
@@ -340,8 +352,21 @@ def kda_verify(
     """
     op = "kda_verify"
     rows, columns = slot_mapping.shape
-    out = _check_step(op, qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state, recurrent_state,
-                      columns + 2, out)  # fmt: skip
+    out = checks.check_step(
+        op,
+        qkv,
+        z,
+        beta,
+        gate,
+        conv_weight,
+        a_log,
+        dt_bias,
+        o_norm_weight,
+        conv_state,
+        recurrent_state,
+        columns + 2,
+        out,
+    )
     checks.check_index(op, "slot_mapping", slot_mapping, (rows, columns))
     checks.check_vector(op, "num_accepted", num_accepted, (rows,), torch.int32)
     checks.check_vector(op, "cu_seqlens", cu_seqlens, (rows + 1,), torch.int32)
@@ -365,30 +390,6 @@ def kda_verify(
         *conv_state.stride(), slot_mapping.stride(0), tokens, rows,
         H=heads, D=dim, QP=triton.next_power_of_2(columns), num_warps=4,
     )  # fmt: skip
-    return out
-
-
-def _check_step(
-    op: str, qkv: Tensor, z: Tensor, beta: Tensor, gate: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor,
-    o_norm_weight: Tensor, conv_state: Tensor, recurrent_state: Tensor, columns: int, out: Tensor | None,
-) -> Tensor:  # fmt: skip
-    if z.dim() != 3 or z.shape[2] not in checks.HEAD_DIMS:
-        raise UnsupportedError(f"{op}: z must be [T, N, D] with D in {checks.HEAD_DIMS}, got {tuple(z.shape)}")
-    tokens, heads, dim = z.shape
-    channels = 3 * heads * dim
-    checks.check_rows(op, "qkv", qkv, (tokens, channels), _FLOATS)
-    checks.check_rows(op, "z", z, (tokens, heads, dim), _FLOATS)
-    checks.check_rows(op, "gate", gate, (tokens, heads, dim), _FLOATS)
-    checks.check_rows(op, "beta", beta, (tokens, heads), (torch.float32,))
-    checks.check_vector(op, "conv_weight", conv_weight, (channels, checks.TAPS), torch.float32)
-    checks.check_vector(op, "a_log", a_log, (heads,), torch.float32)
-    checks.check_vector(op, "dt_bias", dt_bias, (heads, dim), torch.float32)
-    checks.check_vector(op, "o_norm_weight", o_norm_weight, (dim,), None)
-    checks.check_conv_state(op, conv_state, channels, columns, qkv.dtype)
-    checks.check_state(op, recurrent_state, heads, dim)
-    if out is None:
-        return torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    checks.check_rows(op, "out", out, (tokens, heads, dim), _FLOATS)
     return out
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from k3_core.operators.triton_host import interpreting
 from k3_nvidia.kernels.moe_worklist import local_ids
-from k3_nvidia.kernels.triton_env import interpreting
 
 
 @triton.jit

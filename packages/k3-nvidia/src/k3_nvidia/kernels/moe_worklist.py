@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from k3_nvidia.kernels.triton_env import interpreting
+from k3_core.operators.triton_host import interpreting
 
 ONE_LAUNCH_TOKENS = 128
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from k3_core.operators.triton_host import interpreting
 from k3_nvidia.kernels.moe_worklist import (
     ONE_LAUNCH_TOKENS,
     Worklist,
@@ -29,7 +30,6 @@ from k3_nvidia.kernels.moe_worklist import (
     local_ids,
     mark,
 )
-from k3_nvidia.kernels.triton_env import interpreting
 
 
 @triton.jit(do_not_specialize=["tokens", "steps", "zero_words"])

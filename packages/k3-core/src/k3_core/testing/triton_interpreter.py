@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
@@ -14,9 +16,9 @@ def round_to_nearest() -> None:
     if getattr(original, "rounds_to_nearest", False):
         return
 
-    def convert(data, source, target, mode):
+    def convert(data: Any, source: Any, target: Any, mode: Any) -> Any:
         if source == tl.float32 and target == tl.bfloat16:
-            u = np.ascontiguousarray(data).view(np.uint32).astype(np.uint64)
+            u: Any = np.ascontiguousarray(data).view(np.uint32).astype(np.uint64)
             nan = (u & 0x7FFFFFFF) > 0x7F800000
             rounded = ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
             return np.where(nan, np.uint16(0x7FC0), rounded).reshape(data.shape)
@@ -25,5 +27,5 @@ def round_to_nearest() -> None:
             return u.reshape(data.shape)
         return original(data, source, target, mode)
 
-    convert.rounds_to_nearest = True
+    convert.rounds_to_nearest = True  # type: ignore[attr-defined]
     interpreter._convert_float = convert

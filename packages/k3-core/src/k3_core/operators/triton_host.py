@@ -1,0 +1,69 @@
+"""Host side of Triton kernels, the same for every vendor: whether Triton interprets here, and launching without binder.
+
+Launcher: a prefill is four or five launches and a decode step one a layer; Triton's argument binder costs tens of
+microseconds a launch on the host, more than some of these kernels run. The first call of a variant goes through Triton,
+later ones call the compiled object. The key holds everything Triton specialises on (and a little more): dtypes and
+16-byte alignment of tensors, width, divisibility by 16 and equality to 1 of integers, constants, options, device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+
+def interpreting() -> bool:
+    """True under Triton's interpreter (TRITON_INTERPRET=1), where inline assembly and launch options do not exist."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def _let_scalars_be_indices() -> None:
+    """NumPy 2.4 refuses int() of a one-element array, which Triton 3.6's interpreter needs for loop bounds."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, *scope: Any) -> None:
+        original(tensor, *scope)
+        setter = scope[0].set_attr if scope else setattr
+        setter(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if interpreting():
+    _let_scalars_be_indices()
+
+
+def _trait(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+    return type(value)
+
+
+class Launcher:
+    """Callable as launcher(grid, *arguments, **constants_and_options) for one @triton.jit kernel."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        """Launches on the current device and stream."""
+        if args[0].device.type != "cuda":
+            self.kernel[grid](*args, **named)
+            return
+        key = (torch.cuda.current_device(), *map(_trait, args), *named.items())
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = self.kernel[grid](*args, **named)
+            names = self.kernel.arg_names[len(args) :]
+            self._compiled[key] = (compiled, tuple(named[n] for n in names))
+            return
+        compiled, constants = found
+        compiled[(*grid, 1, 1)[:3]](*args, *constants)
