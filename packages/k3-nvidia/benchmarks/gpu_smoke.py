@@ -41,12 +41,13 @@ GENERATED = 8
 TOP = 20
 CAPTURE = [1, 2, 4, 8, 16]
 GRAPHS = {"cudagraph_capture_sizes": CAPTURE}
+LOG = "gpu_smoke.jsonl"
 
 
 def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
     if os.environ.get("OUT"):
-        with (Path(os.environ["OUT"]) / "gpu_smoke.jsonl").open("a") as log:
+        with (Path(os.environ["OUT"]) / LOG).open("a") as log:
             log.write(json.dumps(values) + "\n")
 
 
@@ -151,8 +152,9 @@ def start(folder: Path, **options: Any) -> Any:
     from k3_nvidia import plugin
 
     plugin.register()
-    if torch.cuda.is_available():
-        options.setdefault("gpu_memory_utilization", 0.3)
+    if torch.cuda.is_available() and "gpu_memory_utilization" not in options:
+        # A fixed cache: other checks may share the device, so free memory says nothing.
+        options = {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05} | options
     defaults: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 16, "seed": 0}
     return LLM(str(folder), **{**defaults, **options})
 
@@ -275,7 +277,7 @@ def tiny(preset: str, modes: list[str], work: Path) -> None:
 
 def randomise(model: Any) -> None:
     """Weights of ordinary size and random experts, in place: graphs keep their addresses."""
-    from k3_nvidia.experts_store import RoutedExperts
+    from k3_core.vllm.serving.experts import RoutedExperts
 
     for name, p in model.named_parameters():
         if "norm" in name and p.dim() == 1:

@@ -16,8 +16,8 @@ from nvidia_support import Group, build, fill, groups, our_model, settle
 from k3_core.checkpoint import CheckpointReader, Topology
 from k3_core.checkpoint.slicing import shard_plan
 from k3_core.operators import CallSpec
+from k3_core.vllm.serving.experts import RoutedExperts
 from k3_nvidia import dispatch
-from k3_nvidia.experts_store import RoutedExperts
 from k3_nvidia.model import load as load_weights
 
 MOE = "language_model.model.layers.{}.block_sparse_moe"

@@ -277,7 +277,7 @@ def test_warm_up_covers_both_sides_of_every_edge(nvidia_tiny: Path) -> None:
 @pytest.mark.parametrize(("ranks", "images"), [(8, 1), (2, 3), (4, 2)])
 def test_images_encoded_by_several_ranks_equal_one(ranks: int, images: int, nvidia_tiny: Path) -> None:
     """Ranks without an image take part, and every rank gets all embeddings."""
-    from k3_nvidia import loading, vision
+    from k3_core.vllm.serving import loading, vision
 
     reader = CheckpointReader(nvidia_tiny)
     config = reader.config.vision

@@ -13,8 +13,9 @@ import torch
 from k3_core.errors import ConfigError, UnsupportedError
 from k3_core.operators import CallSpec
 from k3_core.vllm.serving import reductions
+from k3_core.vllm.serving.dispatch import CONTRACT
+from k3_core.vllm.serving.vision import assign
 from k3_nvidia import dispatch
-from k3_nvidia.vision import assign
 
 USUAL = reductions.Facts(ranks=8, latent=True, shared=True, hidden=7168)
 
@@ -75,7 +76,7 @@ def test_images_are_spread_over_ranks_each_exactly_once(patches: list[int], rank
 
 def test_contracts_never_run_on_a_gpu() -> None:
     for name in ("attn_res", "kda_decode", "kda_prefill", "experts"):
-        contract = next(i for i in dispatch.registry().implementations(name) if i.name == dispatch.CONTRACT)
+        contract = next(i for i in dispatch.registry().implementations(name) if i.name == CONTRACT)
         ok, why = contract.supports(CallSpec(name, "cuda", torch.bfloat16, "sm_90"))
         assert not ok
         assert "cuda" in why

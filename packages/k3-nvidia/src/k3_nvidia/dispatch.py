@@ -1,11 +1,6 @@
 """Which implementation of each operator runs here, and why: this wheel's registry.
 
-On a GPU every operator has a kernel of this wheel or a library's; there is no fall-back to the contracts, which would
-be right and thousands of times too slow. On a CPU (``K3_IMPL=nvidia`` in tests) the contracts stand in for the kernels
-and everything else is the real thing.
-
-Layers ask once, while they are built, with the sizes they will use; the answer with every refusal is logged once and
-printed by :func:`report`.
+How it is asked and when contracts stand in for kernels: :mod:`k3_core.vllm.serving.dispatch`.
 """
 
 from __future__ import annotations
@@ -18,35 +13,18 @@ from typing import Any
 
 import torch
 
-from k3_core.operators import CallSpec, Choice, Implementation, Registry
+from k3_core.operators import CallSpec, Implementation, Registry
+from k3_core.vllm.serving.dispatch import Dispatch
 
 logger = logging.getLogger("vllm.plugins.k3")
 
 KERNEL = "triton"
-CONTRACT = "contract"
 LIBRARY = "vllm"
 
-_said: dict[str, str] = {}
 
-
-def contracts_only_on_cpu(spec: CallSpec) -> tuple[bool, str]:
-    """The contracts run where no kernel can: on a CPU."""
-    if spec.device == "cpu":
-        return True, f"{spec.operator}: contract arithmetic on a CPU"
-    return False, f"{spec.operator}: contract arithmetic is for CPUs; on {spec.device} a kernel must support the call"
-
-
-@functools.cache
 def registry() -> Registry:
     """All implementations of this wheel. Kernels whose compiler is not installed are left out."""
-    from k3_core.operators import contract
-
-    result = Registry()
-    for implementation in _kernels():
-        result.register(implementation)
-    for name, implementation in contract.IMPLEMENTATIONS.items():
-        result.register(Implementation(name, CONTRACT, implementation.function, contracts_only_on_cpu, priority=-10))
-    return result
+    return _dispatch.registry
 
 
 @functools.cache
@@ -67,43 +45,18 @@ def choose(
     options: Mapping[str, Any] | None = None,
     want: str | None = None,
 ) -> Implementation:
-    """The implementation of ``name`` for these sizes on this device.
-
-    sizes: symbols of the operator table to numbers. options: what else decides (state_dtype, hidden_act, ...).
-    Raises UnsupportedError that lists every candidate's refusal.
-    """
-    where, arch = device()
-    spec = CallSpec(name, where, dtype, arch, dict(sizes), dict(options or {}))
-    choice: Choice = registry().choose(spec, want)
-    line = choice.explain()
-    if _said.get(name) != line:
-        _said[name] = line
-        logger.info("Kimi K3: %s", line)
-    return choice.implementation
+    """The implementation of ``name`` on this device; see :meth:`k3_core.vllm.serving.dispatch.Dispatch.choose`."""
+    return _dispatch.choose(name, dtype, sizes, options, want)
 
 
 def report() -> list[str]:
     """What was chosen in this process so far, one line an operator."""
-    return [_said[name] for name in sorted(_said)]
+    return _dispatch.report()
 
 
 def warmup_profiles(config: Any, limits: Any) -> dict[str, list[Any]]:
-    """Every kernel variant that serving can meet, by ``operator/implementation``.
-
-    limits: an object with max_num_batched_tokens, max_num_seqs and num_spec.
-    """
-    profiles = {}
-    for name in _OPERATORS:
-        for implementation in registry().implementations(name):
-            if implementation.warmup_profiles is not None:
-                variants = implementation.warmup_profiles(config, limits)
-                profiles[f"{name}/{implementation.name}"] = list(variants)
-    return profiles
-
-
-_OPERATORS = (
-    "attn_res", "short_conv", "kda_prefill", "gated_norm", "kda_decode", "kda_verify", "route", "experts", "situ",
-)  # fmt: skip
+    """Every kernel variant that serving can meet, by ``operator/implementation``."""
+    return _dispatch.warmup_profiles(config, limits)
 
 
 # ------------------------------------------------------------------------------------------------------ this wheel's
@@ -222,3 +175,6 @@ def _library_experts(
         x, weights.w13, weights.w2, topk_weights, topk_ids, global_num_experts=total, expert_map=expert_map
     )
     return result if out is None else out.copy_(result)
+
+
+_dispatch = Dispatch(_kernels, lambda: device())

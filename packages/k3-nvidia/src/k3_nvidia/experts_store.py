@@ -1,36 +1,15 @@
-"""Where the routed experts of one layer and rank live, in the layout of the implementation that computes with them.
-
-Storage is allocated once, in its final layout, and filled expert by expert while the checkpoint streams by: no second
-copy of a layer's experts exists at any time.
-"""
+"""Where the routed experts of one layer and rank live: in the layout of the implementation that computes with them."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from k3_core.contracts.mxfp4 import GROUP_SIZE
-from k3_core.operators import ExpertWeights, Implementation
+from k3_core.operators import Implementation
+from k3_core.vllm.serving.experts import ReleasedStore, Store
 from k3_nvidia import dispatch
-
-#: What one expert has in the checkpoint, by (matrix, kind).
-PACKED = tuple((matrix, kind) for matrix in ("w1", "w2", "w3") for kind in ("weight_packed", "weight_scale"))
-PLAIN = tuple((matrix, "weight") for matrix in ("w1", "w2", "w3"))
-
-
-class Store(Protocol):
-    """Storage of ``count`` experts."""
-
-    def put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
-        """Take one expert: (matrix, kind) -> this rank's part of the tensor."""
-
-    def weights(self) -> Any:
-        """The object that the implementation's launcher takes."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All storage by name."""
 
 
 class SwizzledStore:
@@ -60,79 +39,8 @@ class SwizzledStore:
         return {"w13": e.w13, "s13": e.s13, "w2": e.w2, "s2": e.s2}
 
 
-class ReleasedStore:
-    """The released layout, gate rows (w1) before up rows (w3): for the contracts, and for plain weights."""
-
-    def __init__(self, count: int, width: int, latent: int, quantised: bool) -> None:
-        dtype = torch.uint8 if quantised else torch.get_default_dtype()
-        codes = 2 if quantised else 1
-        self.width = width
-        self._weights = ExpertWeights(
-            w13=torch.empty(count, 2 * width, latent // codes, dtype=dtype),
-            w13_scale=torch.empty(count, 2 * width, latent // GROUP_SIZE, dtype=dtype) if quantised else None,
-            w2=torch.empty(count, latent, width // codes, dtype=dtype),
-            w2_scale=torch.empty(count, latent, width // GROUP_SIZE, dtype=dtype) if quantised else None,
-        )
-
-    def put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
-        """Copy one expert into its place."""
-        for (matrix, kind), part in parts.items():
-            scale = kind == "weight_scale"
-            if matrix == "w2":
-                stack = self._weights.w2_scale if scale else self._weights.w2
-                assert stack is not None
-                stack[index].copy_(part)
-                continue
-            stack = self._weights.w13_scale if scale else self._weights.w13
-            assert stack is not None
-            rows = stack[index, : self.width] if matrix == "w1" else stack[index, self.width :]
-            rows.copy_(part)
-
-    def weights(self) -> ExpertWeights:
-        """The weights as they are."""
-        return self._weights
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Weights and, where there are any, scales."""
-        return {name: tensor for name, tensor in self._weights._asdict().items() if tensor is not None}
-
-
 def make_store(implementation: Implementation, count: int, width: int, latent: int, quantised: bool) -> Store:
     """Storage in the layout that ``implementation`` computes with."""
     if implementation.name == dispatch.KERNEL:
         return SwizzledStore(count, width, latent)
     return ReleasedStore(count, width, latent, quantised)
-
-
-class RoutedExperts(nn.Module):
-    """The routed experts of one rank, and which global ids they have.
-
-    Storage is kept as non-persistent buffers: vLLM accounts for it and moves it with the module, and ``--load-format
-    dummy`` does not fill codes and scales with arbitrary bytes (which may mean NaN).
-    """
-
-    def __init__(self, implementation: Implementation, ids: range, width: int, latent: int, quantised: bool) -> None:
-        super().__init__()
-        self.ids, self.quantised = ids, quantised
-        self.store = make_store(implementation, len(ids), width, latent, quantised)
-        for name, tensor in self.store.tensors().items():
-            self.register_buffer(name, tensor, persistent=False)
-        self._pending: dict[int, dict[tuple[str, str], Tensor]] = {}
-        self._missing = set(ids)
-
-    def put(self, expert: int, matrix: str, kind: str, part: Tensor) -> None:
-        """Take one tensor of a global expert id; the expert is stored when its last tensor has come."""
-        parts = self._pending.setdefault(expert, {})
-        # A copy, as the checkpoint's mapping may go away before the expert is complete. Files keep experts together.
-        parts[matrix, kind] = part.clone()
-        if len(parts) == len(PACKED if self.quantised else PLAIN):
-            self.store.put(expert - self.ids.start, self._pending.pop(expert))
-            self._missing.discard(expert)
-
-    def missing(self) -> list[int]:
-        """Global ids of experts that are not complete."""
-        return sorted(self._missing)
-
-    def weights(self) -> Any:
-        """The object that the implementation's launcher takes."""
-        return self.store.weights()

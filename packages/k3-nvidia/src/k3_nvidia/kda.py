@@ -27,8 +27,8 @@ from k3_core.config import TextConfig
 from k3_core.vllm import compat
 from k3_core.vllm.serving.cache import StateShapes, common_page_bytes, state_dtypes, state_shapes
 from k3_core.vllm.serving.kda_metadata import KdaBackend, KdaMetadata
+from k3_core.vllm.serving.modules import Loadable, Rows, below, local_linear, parameter, row_parallel, tp
 from k3_nvidia import dispatch
-from k3_nvidia.layers import Loadable, Rows, below, local_linear, parameter, row_parallel, tp
 
 #: The newest plan of a prefill and what it was made for.
 _last_plan: dict[str, Any] = {}

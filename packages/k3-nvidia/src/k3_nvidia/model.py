@@ -1,7 +1,7 @@
 """Kimi K3 and Kimi-Linear on NVIDIA GPUs: decoder layer, text model, multimodal model, in the order the data flows.
 
-Attention residuals run in the lazy form (:mod:`k3_nvidia.attn_res`): between sublayers travel the running ``prefix``
-[T, H], the last sublayer's output ``delta`` [T, H], not yet added, and the ``bank`` of block sums [T, slots, H]. What
+Attention residuals run in the lazy form (:mod:`k3_core.vllm.serving.attn_res`): between sublayers travel the running
+``prefix`` [T, H], the last sublayer's output ``delta`` [T, H], not yet added, and the ``bank`` of block sums [T, slots, H]. What
 each mix reads and where the bank is written is asked of ``k3_core.contracts.attn_res.Schedule``. The final norm is
 applied where logits are computed, so the hidden states handed out are those before it.
 
@@ -40,12 +40,13 @@ from k3_core.contracts.attn_res import Schedule
 from k3_core.errors import ConfigError
 from k3_core.vllm import compat
 from k3_core.vllm.processor import MEDIA_PAD, K3DummyInputsBuilder, K3MultiModalProcessor, K3ProcessingInfo
+from k3_core.vllm.serving import loading, vision
+from k3_core.vllm.serving.attn_res import Mix
 from k3_core.vllm.serving.cache import StateShapes, state_dtypes, state_shapes
-from k3_nvidia import dispatch, loading, vision, warmup
-from k3_nvidia.attn_res import Mix
+from k3_core.vllm.serving.mla_layer import LatentAttention
+from k3_core.vllm.serving.modules import GatedMLP, Loadable, below, norm, tp
+from k3_nvidia import dispatch, warmup
 from k3_nvidia.kda import KimiDeltaAttention
-from k3_nvidia.layers import GatedMLP, Loadable, below, norm, tp
-from k3_nvidia.mla import KimiLatentAttention
 from k3_nvidia.moe import MoE
 
 #: Readings of an auxiliary hidden state: the running prefix, or the mix that the next layer would see.
@@ -62,7 +63,7 @@ class DecoderLayer(Loadable):
         super().__init__()
         text = config.text
         self.index, self.schedule, self.eps = index, schedule, text.rms_norm_eps
-        attention = KimiDeltaAttention if text.layer_kind(index) == "kda" else KimiLatentAttention
+        attention = KimiDeltaAttention if text.layer_kind(index) == "kda" else LatentAttention
         self.self_attn = attention(text, vllm_config, f"{prefix}.self_attn")
         self.input_layernorm = norm(text.hidden_size, self.eps)
         self.post_attention_layernorm = norm(text.hidden_size, self.eps)
@@ -70,10 +71,11 @@ class DecoderLayer(Loadable):
         if self.is_moe:
             self.feed_forward: nn.Module = MoE(config, vllm_config, f"{prefix}.block_sparse_moe")
         else:
-            self.feed_forward = GatedMLP(text, text.intermediate_size, f"{prefix}.mlp")
+            self.feed_forward = GatedMLP(text, text.intermediate_size, f"{prefix}.mlp", dispatch.choose)
         if schedule is not None:
             slots = schedule.mlp_blocks(index)
-            self.self_attention_res, self.mlp_res = Mix(text, slots), Mix(text, slots)
+            self.self_attention_res = Mix(text, slots, dispatch.choose)
+            self.mlp_res = Mix(text, slots, dispatch.choose)
 
     def forward(self, prefix: Tensor, delta: Tensor | None, bank: Tensor) -> tuple[Tensor, Tensor]:
         """Attention residuals: (prefix, delta) in and out; ``bank`` and the prefix are changed in place."""
@@ -152,7 +154,7 @@ class KimiLinearModel(Loadable, EagleModelMixin):
         if self.last:
             self.norm = norm(text.hidden_size, text.rms_norm_eps)
             if self.schedule is not None:
-                self.output_attn_res = Mix(text, self.schedule.output_blocks)
+                self.output_attn_res = Mix(text, self.schedule.output_blocks, dispatch.choose)
         self.aux_stream: AuxStream = aux_stream(vllm_config)
 
     @property
@@ -340,7 +342,7 @@ class KimiLinearForCausalLM(nn.Module, SupportsPP, SupportsEagle3, HasInnerState
         return result
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill all parameters from the checkpoint; see :mod:`k3_nvidia.loading`."""
+        """Fill all parameters from the checkpoint; see :mod:`k3_core.vllm.serving.loading`."""
         return load(self, self, weights, {})
 
     @classmethod
@@ -388,7 +390,7 @@ def load(
             name = f"{prefix}model.layers.{index}.block_sparse_moe.routed_expert_up_proj.weight"
             cut[name] = cast(MoE, layer.feed_forward).up_rows
     loaded = loading.load(model, destinations, config, weights, text_model.model_config, topology, cut)
-    for _, attention in loading.modules_of(text_model, KimiLatentAttention):
+    for _, attention in loading.modules_of(text_model, LatentAttention):
         if hasattr(attention.attn, "keep_weight"):
             attention.attn.keep_weight()
     return loaded
@@ -474,7 +476,7 @@ class KimiK3ForConditionalGeneration(
         return self.text_model().compute_logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill all parameters from the checkpoint; see :mod:`k3_nvidia.loading`."""
+        """Fill all parameters from the checkpoint; see :mod:`k3_core.vllm.serving.loading`."""
         more = {"vision_tower": self.vision_tower, "mm_projector": self.mm_projector}
         present = {name: module for name, module in more.items() if isinstance(module, Loadable)}
         return load(self, self.text_model(), weights, present)

@@ -22,9 +22,10 @@ from k3_core.checkpoint import expert_range, expert_width
 from k3_core.config import K3Config
 from k3_core.contracts.moe import router_logits
 from k3_core.vllm.serving import reductions
+from k3_core.vllm.serving.experts import RoutedExperts
+from k3_core.vllm.serving.modules import GatedMLP, Loadable, below, local_linear, norm, parameter, tp
 from k3_nvidia import dispatch
-from k3_nvidia.experts_store import RoutedExperts
-from k3_nvidia.layers import GatedMLP, Loadable, below, local_linear, norm, parameter, tp
+from k3_nvidia.experts_store import make_store
 
 
 class Router(Loadable):
@@ -84,7 +85,8 @@ class MoE(Loadable):
         self.operator = dispatch.choose("experts", torch.get_default_dtype(), sizes, options)
         ids = expert_range(config, ep, rank if ep > 1 else 0)
         self.gate = Router(config)
-        self.experts = RoutedExperts(self.operator, ids, width, latent, quantised)
+        store = make_store(self.operator, len(ids), width, latent, quantised)
+        self.experts = RoutedExperts(store, ids, quantised)
         self._add_expert_map(ids)
 
         facts = reductions.Facts(
@@ -122,7 +124,7 @@ class MoE(Loadable):
         self.shared_experts = None
         if text.num_shared_experts:
             self.shared_experts = GatedMLP(
-                text, text.shared_intermediate_size, f"{prefix}.shared_experts", reduce=False
+                text, text.shared_intermediate_size, f"{prefix}.shared_experts", dispatch.choose, reduce=False
             )
         up = self.routed_expert_up_proj if latent is not None else None
         self._finish = reductions.Finish(self.routed_expert_norm, up)

@@ -20,7 +20,7 @@ from k3_core.checkpoint.slicing import Shard, shard_plan
 from k3_core.config import K3Config
 from k3_core.errors import CheckpointError
 from k3_core.vllm import compat
-from k3_nvidia.experts_store import RoutedExperts
+from k3_core.vllm.serving.experts import RoutedExperts
 
 _EXPERT = re.compile(r"(.*\.block_sparse_moe)\.experts\.(\d+)\.(w[123])\.(weight|weight_packed|weight_scale)$")
 

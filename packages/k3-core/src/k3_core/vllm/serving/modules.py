@@ -18,7 +18,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 
 from k3_core.config import TextConfig
-from k3_nvidia import dispatch
+from k3_core.vllm.serving.dispatch import Choose
 
 #: Rows of fused projections are padded to this, so that every row of the result starts on 32 bytes.
 ROW_MULTIPLE = 16
@@ -91,12 +91,12 @@ class Rows:
 class Activation(nn.Module):
     """The configuration's gated activation on [gate | up] rows."""
 
-    def __init__(self, text: TextConfig, width: int) -> None:
+    def __init__(self, text: TextConfig, width: int, choose: Choose) -> None:
         super().__init__()
         self.beta, self.linear_beta = text.activation_situ_beta, text.activation_situ_linear_beta
         self.situ = text.hidden_act == "situ"
         if self.situ:
-            self._operator = dispatch.choose("situ", torch.get_default_dtype(), {"I": width})
+            self._operator = choose("situ", torch.get_default_dtype(), {"I": width})
         else:
             self._silu = SiluAndMul()
 
@@ -112,13 +112,13 @@ class Activation(nn.Module):
 class GatedMLP(Loadable):
     """act(x Wg^T, x Wu^T) Wd^T cut along its width: the dense layer and, unreduced, the shared experts."""
 
-    def __init__(self, text: TextConfig, width: int, prefix: str, *, reduce: bool = True) -> None:
+    def __init__(self, text: TextConfig, width: int, prefix: str, choose: Choose, *, reduce: bool = True) -> None:
         super().__init__()
         size, _ = tp()
         self.width = width // size
         self.gate_up_proj = local_linear(text.hidden_size, 2 * self.width, f"{prefix}.gate_up_proj")
         self.down_proj = row_parallel(width, text.hidden_size, f"{prefix}.down_proj", reduce=reduce)
-        self.act = Activation(text, self.width)
+        self.act = Activation(text, self.width, choose)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]; this rank's share where the results are not reduced."""

@@ -1,7 +1,7 @@
 """MoonViT-V2 and the projector on this rank: weights named as in the checkpoint, formulas of ``contracts.vision``.
 
-Attention runs through PyTorch's fused attention, one media item at a time; everything between the products keeps the
-contract's precision (norms and rotation in fp32, one rounding).
+Attention is the vendor's to choose, PyTorch's fused attention one media item at a time where it has nothing better;
+everything between the products keeps the contract's precision (norms and rotation in fp32, one rounding).
 
 With tensor parallelism the tower is data-parallel: its 12 heads do not divide 8 or 16 ranks, and at 401M parameters
 every rank can hold it. Each rank encodes whole images, chosen so that patches are spread evenly (also ranks without an
@@ -10,7 +10,7 @@ image take part), and the token embeddings are exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,10 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from k3_core.config import VisionConfig
 from k3_core.contracts import vision
 from k3_core.contracts.norm import rms_norm
-from k3_nvidia.layers import Loadable, parameter, tp
+from k3_core.vllm.serving.modules import Loadable, parameter, tp
+
+#: (q, k, v [P, heads, D] of all items, patches of each item) -> [P, heads, D]: full attention inside each item.
+Attend = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
 
 
 class _Block(Loadable):
@@ -29,10 +32,10 @@ class _Block(Loadable):
 
     NAMES = ("norm0", "wqkv", "wo", "norm1", "fc0", "fc1")
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, attend: Attend) -> None:
         super().__init__()
         hidden, attention, inner = config.vt_hidden_size, config.qkv_hidden_size, config.vt_intermediate_size
-        self.heads, self.eps = config.vt_num_attention_heads, config.norm_eps
+        self.heads, self.eps, self._attend = config.vt_num_attention_heads, config.norm_eps, attend
         self.norm0, self.norm1 = parameter(hidden), parameter(hidden)
         self.wqkv, self.wo = parameter(3 * attention, hidden), parameter(hidden, attention)
         self.fc0, self.fc1 = parameter(inner, hidden), parameter(hidden, inner)
@@ -42,8 +45,7 @@ class _Block(Loadable):
         qkv = functional.linear(rms_norm(x, self.norm0, self.eps, rounding="single"), self.wqkv)
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(1)
         q, k = vision.apply_rope(q, cos, sin), vision.apply_rope(k, cos, sin)
-        items = zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)
-        attended = torch.cat([_attend(*item) for item in items])
+        attended = self._attend(q, k, v, lengths)
         x = x + functional.linear(attended.flatten(1), self.wo)
         inner = functional.linear(rms_norm(x, self.norm1, self.eps, rounding="single"), self.fc0)
         return x + functional.linear(functional.gelu(inner, approximate="tanh"), self.fc1)
@@ -54,8 +56,13 @@ class _Block(Loadable):
             yield f"{'mlp.' if name.startswith('fc') else ''}{name}.weight", getattr(self, name).data
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Full attention in one item: [L, heads, D] -> [L, heads, D]."""
+def attend_by_item(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Full attention inside each item: [P, heads, D] of items with ``lengths`` patches -> [P, heads, D]."""
+    items = zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)
+    return torch.cat([_attend_one(*item) for item in items])
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not q.is_cuda:
         return vision.attend(q, k, v)
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
@@ -65,13 +72,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class VisionTower(Loadable):
     """Patches to merged features."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, attend: Attend | None = None) -> None:
         super().__init__()
         self.config = config
         patch, hidden = config.patch_size, config.vt_hidden_size
         self.patch_proj = parameter(hidden, 3, patch, patch)
         self.pos_emb = parameter(config.init_pos_emb_height, config.init_pos_emb_width, hidden)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.vt_num_hidden_layers))
+        self.blocks = nn.ModuleList(
+            _Block(config, attend or attend_by_item) for _ in range(config.vt_num_hidden_layers)
+        )
         self.final_layernorm = parameter(hidden)
 
     def forward(self, pixel_values: Tensor, grid_thws: Tensor) -> Tensor:

@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 
 from k3_core.config import TextConfig
-from k3_nvidia import dispatch
-from k3_nvidia.layers import Loadable, parameter
+from k3_core.vllm.serving.dispatch import Choose
+from k3_core.vllm.serving.modules import Loadable, parameter
 
 
 class Mix(Loadable):
     """One mix: ``{name}_norm.weight`` [H] and ``{name}_proj.weight`` [1, H] of the checkpoint."""
 
-    def __init__(self, text: TextConfig, slots: int) -> None:
+    def __init__(self, text: TextConfig, slots: int, choose: Choose) -> None:
         super().__init__()
         self.norm_weight, self.proj_weight = parameter(text.hidden_size), parameter(text.hidden_size)
         self.eps = text.rms_norm_eps
-        self._operator = dispatch.choose(
-            "attn_res", torch.get_default_dtype(), {"H": text.hidden_size, "M": max(slots, 1)}
-        )
+        self._operator = choose("attn_res", torch.get_default_dtype(), {"H": text.hidden_size, "M": max(slots, 1)})
 
     def forward(
         self,

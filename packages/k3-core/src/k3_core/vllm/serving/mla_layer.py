@@ -5,31 +5,42 @@ head, then kv_a (and g). The two low-rank norms have eps 1e-6 (K3-SPEC 11.2) and
 takes the "rope" part as it is. vLLM chooses the backend, pads few heads where its kernel needs it, decodes in the
 absorbed form and reads long contexts in chunks. On a CPU :mod:`k3_core.vllm.serving.mla_cpu` stands in for the
 attention call.
+
+A vendor whose attention takes only certain head counts says how many heads to hand over: the heads behind the model's
+own have zero rows in the query's and the latent's up-projections, so their result is zero, and it is cut off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.platforms import current_platform
 
 from k3_core.config import TextConfig
 from k3_core.vllm import compat
-from k3_nvidia import dispatch
-from k3_nvidia.layers import Loadable, Rows, below, local_linear, norm, row_parallel, tp
+from k3_core.vllm.serving.modules import Loadable, Rows, below, local_linear, norm, row_parallel, tp
 
 
-class KimiLatentAttention(Loadable):
-    """MLA over a ragged batch, with its latent rows in vLLM's cache."""
+class LatentAttention(Loadable):
+    """MLA over a ragged batch, with its latent rows in vLLM's cache.
 
-    def __init__(self, text: TextConfig, vllm_config: Any, prefix: str) -> None:
+    padded: heads of this rank -> heads that the attention is given; None hands over as many as there are.
+    """
+
+    def __init__(
+        self, text: TextConfig, vllm_config: Any, prefix: str, *, padded: Callable[[int], int] | None = None
+    ) -> None:
         super().__init__()
         size, _ = tp()
         hidden, eps = text.hidden_size, text.low_rank_norm_eps
         self.text, self.heads = text, text.num_attention_heads // size
+        self.attention_heads = self.heads if padded is None else padded(self.heads)
+        assert self.attention_heads >= self.heads, (self.attention_heads, self.heads)
         self.attention_name = f"{prefix}.attn"
         self.rows = Rows()
         if text.q_lora_rank is None:
@@ -43,29 +54,32 @@ class KimiLatentAttention(Loadable):
         self.in_proj.weight.data[self.rows.total :].zero_()
         if text.q_lora_rank is not None:
             self.q_a_layernorm = norm(text.q_lora_rank, eps)
-            self.q_b_proj = local_linear(text.q_lora_rank, self.heads * text.qk_head_dim, f"{prefix}.q_b_proj")
+            rows = self.attention_heads * text.qk_head_dim
+            self.q_b_proj = local_linear(text.q_lora_rank, rows, f"{prefix}.q_b_proj")
+            self.q_b_proj.weight.data[self.heads * text.qk_head_dim :].zero_()
         self.kv_a_layernorm = norm(text.kv_lora_rank, eps)
         per_head = text.qk_nope_head_dim + text.v_head_dim
         self.kv_b_proj = ColumnParallelLinear(
             text.kv_lora_rank,
-            text.num_attention_heads * per_head,
+            size * self.attention_heads * per_head,
             bias=False,
             quant_config=None,
             prefix=f"{prefix}.kv_b_proj",
         )
+        self.kv_b_proj.weight.data[self.heads * per_head :].zero_()
         self.o_proj = row_parallel(text.num_attention_heads * text.v_head_dim, hidden, f"{prefix}.o_proj")
         self.attn = self._attention(vllm_config)
 
     def _attention(self, vllm_config: Any) -> Any:
         text = self.text
-        if dispatch.device()[0] == "cpu":
+        if current_platform.is_cpu():
             from k3_core.vllm.serving.mla_cpu import LatentAttentionOnCpu
 
-            return LatentAttentionOnCpu(text, self.heads, self.kv_b_proj, vllm_config, self.attention_name)
+            return LatentAttentionOnCpu(text, self.attention_heads, self.kv_b_proj, vllm_config, self.attention_name)
         from vllm.model_executor.layers.attention import MLAAttention
 
         return MLAAttention(
-            num_heads=self.heads,
+            num_heads=self.attention_heads,
             scale=text.qk_head_dim**-0.5,
             qk_nope_head_dim=text.qk_nope_head_dim,
             qk_rope_head_dim=text.qk_rope_head_dim,
@@ -89,8 +103,11 @@ class KimiLatentAttention(Loadable):
         latent, shared = self.rows.columns(projected, "kv_a_proj_with_mqa").split(
             [text.kv_lora_rank, text.qk_rope_head_dim], dim=-1
         )
-        q = q.view(-1, self.heads, text.qk_head_dim)
+        q = q.view(-1, q.shape[-1] // text.qk_head_dim, text.qk_head_dim)
+        if q.shape[1] < self.attention_heads:
+            q = functional.pad(q, (0, 0, 0, self.attention_heads - q.shape[1]))
         attention = self._attend(q, self.kv_a_layernorm(latent), shared.unsqueeze(1))
+        attention = attention[:, : self.heads * text.v_head_dim]
         if text.mla_use_output_gate:
             # The sigmoid and the product are each rounded to the model's dtype, as released.
             attention = attention * torch.sigmoid(self.rows.columns(projected, "g_proj"))
@@ -98,8 +115,8 @@ class KimiLatentAttention(Loadable):
         return result
 
     def _attend(self, q: Tensor, latent: Tensor, shared: Tensor) -> Tensor:
-        """Attention [T, N * v] of q [T, N, nope + rope]; writes the rows (latent [T, R], shared [T, 1, rope])."""
-        width = self.heads * self.text.v_head_dim
+        """Attention [T, N * v] of q [T, N, nope + rope], N with padding; writes (latent [T, R], shared [T, 1, rope])."""
+        width = self.attention_heads * self.text.v_head_dim
         out = q.new_zeros(q.shape[0], width)
         if not _known(self.attention_name):
             return out
@@ -120,9 +137,10 @@ class KimiLatentAttention(Loadable):
         yield from self.rows.parts(self.in_proj.weight)
         if self.text.q_lora_rank is not None:
             yield from below("q_a_layernorm", self.q_a_layernorm)
-            yield from below("q_b_proj", self.q_b_proj)
+            yield "q_b_proj.weight", self.q_b_proj.weight[: self.heads * self.text.qk_head_dim]
         yield from below("kv_a_layernorm", self.kv_a_layernorm)
-        yield from below("kv_b_proj", self.kv_b_proj)
+        per_head = self.text.qk_nope_head_dim + self.text.v_head_dim
+        yield "kv_b_proj.weight", self.kv_b_proj.weight[: self.heads * per_head]
         yield from below("o_proj", self.o_proj)
 
 
