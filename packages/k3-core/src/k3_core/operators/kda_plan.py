@@ -93,3 +93,56 @@ def check_plan(op: str, plan: PrefillPlan, sequences: int, tokens: int) -> None:
             f"{op}: the plan is for {plan.num_seqs} sequences ending at row {plan.end}, the call has {sequences} "
             f"sequences and {tokens} rows"
         )
+
+
+MAX_SEGMENTS = 64
+MIN_CHUNKS = 3
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the cost model knows of a device. Times are microseconds: a chunk of a local or output chain, a segment of
+    a scan, and once for cutting at all. rows_*: programs of one head and segment; concurrent_*: programs a unit runs.
+    """
+
+    units: int
+    local: float
+    scan: float
+    output: float
+    cut: float
+    rows_local: int
+    rows_output: int
+    concurrent_local: int
+    concurrent_output: int
+
+
+def segment_length(chunks: Sequence[int], heads: int, costs: Costs) -> int:
+    """Chunks a segment that the cost model likes best for sequences of these many chunks; 0 means uncut.
+
+    The passes are chains of steps of one chunk. A few waves of equal chains last that many chains; many waves even out,
+    half a chain is added for their ragged end.
+    """
+
+    def steps(chain: int, chains: int, work: int, places: int) -> float:
+        waves = -(-chains // places)
+        return float(chain * waves) if waves <= 4 else work / places + 0.5 * chain
+
+    def estimate(cut: int) -> float:
+        pieces = [-(-c // cut) for c in chunks]
+        longest = max(-(-c // n) for c, n in zip(chunks, pieces, strict=True))
+        programs = heads * costs.rows_output
+        places = costs.units * costs.concurrent_output
+        output = steps(longest, programs * sum(pieces), programs * sum(chunks), places) * costs.output
+        more = sum(n - 1 for n in pieces)
+        if not more:
+            return output
+        chains = heads * costs.rows_local * more
+        local = steps(longest, chains, chains * longest, costs.units * costs.concurrent_local)
+        return output + local * costs.local + max(pieces) * costs.scan + costs.cut
+
+    longest = max(chunks, default=0)
+    if longest <= MIN_CHUNKS:
+        return 0
+    options = {max(-(-longest // n), MIN_CHUNKS) for n in range(1, MAX_SEGMENTS + 1)}
+    best = min(sorted(options, reverse=True), key=estimate)
+    return 0 if best >= longest else best

@@ -12,8 +12,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-MAX_SEGMENTS = 64
-MIN_CHUNKS = 3
+from k3_core.operators.kda_plan import Costs
+from k3_core.operators.kda_plan import segment_length as shared_segment_length
 
 
 @cache
@@ -64,36 +64,14 @@ def step_rows(heads: int, most: int) -> list[int]:
 
 
 def segment_length(chunks: Sequence[int], heads: int, dim: int, multiprocessors: int | None = None) -> int:
-    """Chunks a segment that the cost model likes best for sequences of these many chunks; 0 means uncut.
-
-    The passes are chains of steps of one chunk. A few waves of equal chains last that many chains; many waves even out,
-    half a chain is added for their ragged end.
-    """
+    """Chunks a segment that the shared cost model likes best with the figures of kda.json; 0 means uncut."""
     data = table()
-    units = multiprocessors or data["multiprocessors"]
-    cost, slots = data["cost_us"], data["concurrent"]
-    rows_local = 2 * max(dim // data["local"]["BR"], 1)
-    rows_output = max(dim // data["output"]["BR"], 1)
-
-    def steps(chain: int, chains: int, work: int, places: int) -> float:
-        waves = -(-chains // places)
-        return float(chain * waves) if waves <= 4 else work / places + 0.5 * chain
-
-    def estimate(cut: int) -> float:
-        pieces = [-(-c // cut) for c in chunks]
-        longest = max(-(-c // n) for c, n in zip(chunks, pieces, strict=True))
-        output = steps(longest, heads * rows_output * sum(pieces), heads * rows_output * sum(chunks),
-                       units * slots["output"]) * cost["output"]  # fmt: skip
-        more = sum(n - 1 for n in pieces)
-        if not more:
-            return output
-        chains = heads * rows_local * more
-        local = steps(longest, chains, chains * longest, units * slots["local"])
-        return output + local * cost["local"] + max(pieces) * cost["scan"] + cost["cut"]
-
-    longest = max(chunks, default=0)
-    if longest <= MIN_CHUNKS:
-        return 0
-    options = {max(-(-longest // n), MIN_CHUNKS) for n in range(1, MAX_SEGMENTS + 1)}
-    best = min(sorted(options, reverse=True), key=estimate)
-    return 0 if best >= longest else best
+    costs = Costs(
+        units=multiprocessors or data["multiprocessors"],
+        **data["cost_us"],
+        rows_local=2 * max(dim // data["local"]["BR"], 1),
+        rows_output=max(dim // data["output"]["BR"], 1),
+        concurrent_local=data["concurrent"]["local"],
+        concurrent_output=data["concurrent"]["output"],
+    )
+    return shared_segment_length(chunks, heads, costs)
