@@ -15,7 +15,9 @@ pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
 import torch
 from nvidia_support import our_model, settle
 
-from k3_nvidia import limits
+from k3_core.vllm import limits as core_limits
+from k3_core.vllm.serving import limits
+from k3_nvidia.limits import NvidiaHook
 
 pytestmark = pytest.mark.serve
 
@@ -64,10 +66,14 @@ def test_speculation_without_a_draft_model_is_accepted(nvidia_tiny: Path) -> Non
     assert settle(nvidia_tiny, speculative_config=speculation, enable_prefix_caching=False).num_speculative_tokens == 2
 
 
+OFFLOAD = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0))
+
+
 def fake(**changes: Any) -> Any:
     """vLLM's configuration as far as the rules read it."""
     values: dict[str, Any] = {
         "model.dtype": torch.bfloat16,
+        "model.multimodal_config": None,
         "cache.mamba_cache_mode": "align",
         "cache.mamba_cache_dtype": "auto",
         "cache.mamba_ssm_cache_dtype": "auto",
@@ -87,7 +93,7 @@ def fake(**changes: Any) -> Any:
         speculative_config=values["speculative"],
         lora_config=None,
         kv_transfer_config=None,
-        offload_config=None,
+        offload_config=OFFLOAD,
     )
 
 
@@ -95,7 +101,7 @@ DRAFT = SimpleNamespace(method="mtp")
 RULES = {
     "replay without speculation": ({"cache.use_replayssm": True}, "needs speculation"),
     "replay with speculation": ({"cache.use_replayssm": True, "speculative": DRAFT}, "one state slot a token"),
-    "draft model": ({"speculative": DRAFT}, "draft models are not supported yet"),
+    "draft model": ({"speculative": DRAFT}, "draft models are not supported"),
     "data parallel": ({"parallel.data_parallel_size": 2}, "data parallelism"),
     "context parallel": ({"parallel.decode_context_parallel_size": 2}, "--decode-context-parallel-size 1"),
     "load balancing": ({"parallel.enable_eplb": True}, "--enable-eplb"),
@@ -109,15 +115,15 @@ RULES = {
 @pytest.mark.parametrize("what", RULES)
 def test_what_a_gpu_cannot_serve_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, words = RULES[what]
-    monkeypatch.setattr(limits, "_on_cpu", lambda: False)
+    monkeypatch.setattr(limits, "on_cpu", lambda: False)
     config = fake(**changes)
-    reasons = [*limits.not_now(config), *limits.cannot_work(config)]
+    reasons = [*core_limits.not_now(config, limits.DRAFTLESS), *limits.cannot_work(config)]
     assert sum(words in reason for reason in reasons) == 1
 
 
 def test_a_plain_configuration_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_on_cpu", lambda: False)
-    assert [*limits.not_now(fake()), *limits.cannot_work(fake())] == []
+    monkeypatch.setattr(limits, "on_cpu", lambda: False)
+    assert [*core_limits.not_now(fake(), limits.DRAFTLESS), *limits.cannot_work(fake())] == []
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
@@ -128,7 +134,7 @@ def test_a_gpu_without_bfloat16_is_refused(
     from vllm.platforms.interface import DeviceCapability
 
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: DeviceCapability(*capability))
-    assert bool(list(limits._device_reasons())) is refused
+    assert bool(list(NvidiaHook.device_reasons(None, None))) is refused
 
 
 def test_every_divisor_of_the_released_heads_is_accepted() -> None:

@@ -1,159 +1,29 @@
-"""What this wheel does not serve, refused in seconds: before weights load, in one message that says what to do.
-
-vLLM calls :class:`NvidiaHook` while it settles its configuration, in the process the user started.
-"""
+"""What this wheel does not serve beyond what none does: GPUs without bfloat16 matrix units."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
+from k3_core.config import K3Config
+from k3_core.vllm.serving.limits import ServingHook
 
-from k3_core import checkpoint
-from k3_core.config import K3Config, load_config
-from k3_core.errors import UnsupportedError
-from k3_core.vllm import compat
-from k3_core.vllm.layers.cache import latent_width
-
-#: Speculation without a draft model: proposals come from the text itself.
-DRAFTLESS = ("ngram", "suffix")
 MIN_CAPABILITY = 80
 
 
-class NvidiaHook:
+class NvidiaHook(ServingHook):
     """vLLM's configuration hook for this wheel's models."""
 
-    @staticmethod
-    def verify_and_update_model_config(model_config: Any) -> None:
-        """Check ``config.json`` and take over what vLLM would otherwise decide by the model's family.
+    wheel = "k3-nvidia"
 
-        Raises ConfigError for a configuration that cannot be Kimi K3, UnsupportedError for an unsupported option.
-        """
-        config = load_config(compat.released_config(model_config))
-        if model_config.quantization is not None:
-            raise UnsupportedError(
-                f"--quantization {model_config.quantization}: leave it out; the checkpoint says how experts are stored"
+    @classmethod
+    def device_reasons(cls, vllm_config: Any, config: K3Config) -> Iterator[str]:
+        """A GPU older than Ampere."""
+        from vllm.platforms import current_platform
+
+        capability = current_platform.get_device_capability()
+        if capability is not None and capability.to_int() < MIN_CAPABILITY:
+            yield (
+                f"this GPU has compute capability {capability.major}.{capability.minor}; bfloat16 matrix units begin "
+                "with 8.0"
             )
-        # The routed experts are read and multiplied here; every other matrix is stored plain (K3-SPEC 1.3).
-        compat.own_quantization(model_config)
-        if _on_cpu():
-            compat.own_latent_attention(model_config, latent_width(config.text))
-        if model_config.tokenizer_mode == "auto" and not config.is_kimi_linear:
-            model_config.tokenizer_mode = "kimi_k3"
-
-    @staticmethod
-    def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuse what cannot work and check the shards' headers.
-
-        Raises ConfigError for sizes that do not divide, UnsupportedError with all other reasons, CheckpointError for
-        the first damaged shard.
-        """
-        config = load_config(compat.released_config(vllm_config.model_config))
-        check_topology(config, vllm_config.parallel_config)
-        reasons = [*not_now(vllm_config), *cannot_work(vllm_config)]
-        if reasons:
-            raise UnsupportedError("k3-nvidia cannot serve this: " + "; ".join(reasons))
-        if _on_cpu():
-            compat.no_compilation(vllm_config)
-            multimodal = vllm_config.model_config.multimodal_config
-            if multimodal is not None:
-                multimodal.skip_mm_profiling = True  # the largest image takes minutes on a CPU and measures nothing
-        _verify_headers(vllm_config, config)
-
-
-def check_topology(config: K3Config, parallel: Any) -> None:
-    """Refuse parallel sizes that do not divide the model. Raises ConfigError naming the size and those that work."""
-    size = parallel.tensor_parallel_size
-    expert_parallel = bool(getattr(parallel, "enable_expert_parallel", False)) and size > 1
-    checkpoint.check_topology(
-        config, checkpoint.Topology(tp_size=size, ep_size=size if expert_parallel else 1, vision_data_parallel=True)
-    )
-
-
-def not_now(vllm_config: Any) -> Iterator[str]:
-    """What no release of this project serves yet, by name."""
-    speculative = vllm_config.speculative_config
-    if vllm_config.lora_config is not None:
-        yield "LoRA adapters are not supported; leave out --enable-lora"
-    if speculative is not None and speculative.method not in DRAFTLESS:
-        yield (
-            f"draft models are not supported yet (speculative method {speculative.method!r}); "
-            f"use one of {', '.join(DRAFTLESS)} or leave out --speculative-config"
-        )
-    if vllm_config.kv_transfer_config is not None:
-        yield "KV transfer (prefill/decode disaggregation, KV offload) is not supported; leave out --kv-transfer-config"
-    if getattr(vllm_config.cache_config, "kv_offloading_size", None):
-        yield "KV offload is not supported; leave out --kv-offloading-size"
-    if getattr(getattr(vllm_config, "offload_config", None), "uva", None) and getattr(
-        vllm_config.offload_config.uva, "cpu_offload_gb", 0
-    ):
-        yield "weight offload is not supported; leave out --cpu-offload-gb"
-
-
-def cannot_work(vllm_config: Any) -> Iterator[str]:
-    """Settings that contradict this model or this device."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    dtypes = (torch.float32, torch.bfloat16) if _on_cpu() else (torch.bfloat16,)
-    if model.dtype not in dtypes:
-        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        yield f"dtype {str(model.dtype).removeprefix('torch.')} is not supported; use --dtype {names}"
-    yield from _parallel_reasons(parallel)
-    if cache.mamba_cache_mode == "all":
-        yield "--mamba-cache-mode all is not supported; use align"
-    if cache.mamba_cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        yield (
-            f"--mamba-cache-dtype {cache.mamba_cache_dtype} is not supported: the convolution's window has the model's "
-            "dtype; leave it at auto"
-        )
-    if cache.mamba_ssm_cache_dtype not in ("auto", "float32", "bfloat16"):
-        yield f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype} is not supported; use float32 or bfloat16"
-    if getattr(cache, "use_replayssm", False) or getattr(cache, "use_kda_recoverssm", False):
-        if vllm_config.speculative_config is None:
-            yield "--use-replayssm replays drafted tokens and needs speculation, which is off; leave it out"
-        else:
-            yield "--use-replayssm is not supported: drafts are verified with one state slot a token; leave it out"
-    if _on_cpu() and str(cache.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
-        yield f"--kv-cache-dtype {cache.cache_dtype} is not supported on a CPU; leave it at auto"
-    if _on_cpu() and cache.enable_prefix_caching and vllm_config.speculative_config is not None:
-        yield "prefix caching beside speculation needs vLLM's GPU kernels; on a CPU pass --no-enable-prefix-caching"
-    if not _on_cpu():
-        yield from _device_reasons()
-
-
-def _parallel_reasons(parallel: Any) -> Iterator[str]:
-    if parallel.data_parallel_size > 1:
-        yield "data parallelism is not supported; start one server a replica and leave out --data-parallel-size"
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            yield f"context parallelism is not supported; set --{name.replace('_', '-')} 1"
-    if getattr(parallel, "enable_eplb", False):
-        yield "expert load balancing is not supported; leave out --enable-eplb"
-    if getattr(parallel, "enable_dbo", False):
-        yield "dual batch overlap is not supported; leave out --enable-dbo"
-
-
-def _device_reasons() -> Iterator[str]:
-    from vllm.platforms import current_platform
-
-    capability = current_platform.get_device_capability()
-    if capability is not None and capability.to_int() < MIN_CAPABILITY:
-        yield (
-            f"this GPU has compute capability {capability.major}.{capability.minor}; bfloat16 matrix units begin "
-            "with 8.0"
-        )
-
-
-def _verify_headers(vllm_config: Any, config: K3Config) -> None:
-    """Compare the headers of a local checkpoint with the configuration. Raises CheckpointError for the first fault."""
-    folder = Path(vllm_config.model_config.model)
-    dummy = str(getattr(vllm_config.load_config, "load_format", "auto")) == "dummy"
-    if folder.is_dir() and not dummy:
-        checkpoint.verify_headers(folder, config)
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())

@@ -1,9 +1,9 @@
 """Kimi K3 and Kimi-Linear on NVIDIA GPUs: decoder layer, text model, multimodal model, in the order the data flows.
 
 Attention residuals run in the lazy form (:mod:`k3_core.vllm.serving.attn_res`): between sublayers travel the running
-``prefix`` [T, H], the last sublayer's output ``delta`` [T, H], not yet added, and the ``bank`` of block sums [T, slots, H]. What
-each mix reads and where the bank is written is asked of ``k3_core.contracts.attn_res.Schedule``. The final norm is
-applied where logits are computed, so the hidden states handed out are those before it.
+``prefix`` [T, H], the last sublayer's output ``delta`` [T, H], not yet added, and the ``bank`` of block sums
+[T, slots, H]. What each mix reads and where the bank is written is asked of ``k3_core.contracts.attn_res.Schedule``.
+The final norm is applied where logits are computed, so the hidden states handed out are those before it.
 
 Pipeline stages hand over (hidden_states, residual) = (prefix with the delta added, bank of the blocks written so far).
 Auxiliary hidden states (for draft models) come in two readings: the prefix, or the mix that the next layer would see.

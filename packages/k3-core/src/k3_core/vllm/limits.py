@@ -6,7 +6,7 @@ vLLM calls :class:`ReferenceHook` while it settles its configuration, in the pro
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,20 @@ class ReferenceHook:
         verify_headers(vllm_config)
 
 
-def not_now(vllm_config: Any) -> Iterator[str]:
-    """What no wheel of this project serves yet, by name."""
+def not_now(vllm_config: Any, draftless: Sequence[str] = ()) -> Iterator[str]:
+    """What no wheel of this project serves yet, by name.
+
+    draftless: speculative methods without a draft model that the caller does serve.
+    """
+    speculative = vllm_config.speculative_config
     if vllm_config.lora_config is not None:
         yield "LoRA adapters are not supported; leave out --enable-lora"
-    if vllm_config.speculative_config is not None:
-        yield "draft models are not supported; leave out --speculative-config"
+    if speculative is not None and speculative.method not in draftless:
+        instead = f"use one of {', '.join(draftless)} or leave out" if draftless else "leave out"
+        yield (
+            f"draft models are not supported (speculative method {speculative.method!r}); "
+            f"{instead} --speculative-config"
+        )
     if vllm_config.kv_transfer_config is not None:
         yield "KV transfer (prefill/decode disaggregation, KV offload) is not supported; leave out --kv-transfer-config"
     if getattr(vllm_config.cache_config, "kv_offloading_size", None):

@@ -115,7 +115,7 @@ class LatentAttention(Loadable):
         return result
 
     def _attend(self, q: Tensor, latent: Tensor, shared: Tensor) -> Tensor:
-        """Attention [T, N * v] of q [T, N, nope + rope], N with padding; writes (latent [T, R], shared [T, 1, rope])."""
+        """Attention [T, N * v] of q [T, N, nope + rope], padding included; writes latent [T, R], shared [T, 1, .]."""
         width = self.attention_heads * self.text.v_head_dim
         out = q.new_zeros(q.shape[0], width)
         if not _known(self.attention_name):
