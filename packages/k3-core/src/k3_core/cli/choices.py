@@ -78,6 +78,8 @@ def choose_all(
         "state_dtype": torch.float32,
         "num_spec": 0,
         "quantised": config.quantization is not None,
+        "num_expert_group": config.text.num_expert_group,
+        "topk_group": config.text.topk_group,
     }
     chosen = []
     for name in TABLE:

@@ -20,9 +20,11 @@ from k3_core.testing.compare import Expected
 W = 4
 NAN = float("nan")
 
-#: With all keys nearly equal the corrections v - S k nearly vanish while their rounding errors are those of v, token
-#: after token in one direction; bfloat16 operands give 2.5 times the error of random keys (emulated: 1.4e-2 at D = 16).
-_SAME_KEY = 2.5
+#: With all keys nearly equal a state is one outer product, and a chunk's 64 corrected values (each near sqrt(2) v, each
+#: rounded to bfloat16, 1.6e-3 rms) telescope into it: sqrt(64) * sqrt(2) * 1.6e-3 = 1.8e-2 of a state that starts from
+#: zero, where random keys give 4e-3. Its elements are products of two normal factors, whose largest of 10^5 lies at
+#: 12 sigma: 0.22 = 4.3 times the table's 5e-2 (a chunked kernel under Triton's interpreter: 0.2 at 64 tokens, D = 128).
+_SAME_KEY = 4.3
 
 #: (name, mean of dt_bias, scale of z): how much a token forgets. K3's lower bound is -5.
 GATES: dict[str, tuple[float, float]] = {

@@ -153,12 +153,17 @@ def route_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     for v in variants:
         name = "_".join(f"{k}{x}" for k, x in v.items()) or "plain"
         yield Case(
-            "route", f"{name}.T{T}.A{A}", dtype, make_route, expect_route, {"T": T, "A": A, "X": X}, {**base, **v},
-            scale, check_route,
+            "route", f"{name}.T{T}.A{A}", dtype, make_route, expect_route, {"T": T, "A": A, "X": X},
+            _told({**base, **v}), scale, check_route,
         )  # fmt: skip
     for rows in (0, 1):
         sizes = {"T": rows, "A": A, "X": X}
-        yield Case("route", f"T{rows}.A{A}", dtype, make_route, expect_route, sizes, base, scale, check_route)
+        yield Case("route", f"T{rows}.A{A}", dtype, make_route, expect_route, sizes, _told(base), scale, check_route)
+
+
+def _told(o: dict[str, Any]) -> dict[str, Any]:
+    """The options, groups also under the names that a capability query of a model has."""
+    return {**o, "num_expert_group": o["groups"], "topk_group": o["kept"]}
 
 
 def make_experts(case: Case, draw: Draw) -> Inputs:
@@ -231,6 +236,7 @@ def expert_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
 
     def case(T: int, E: int, A: int, L: int, width: int, X: int, **more: Any) -> Case:
         o = {**base, **more}
+        o |= {"hidden_act": o["act"], "quantised": o["packed"]}  # the names a model's capability query has
         on = [o["act"], "mxfp4" if o["packed"] else "dense", *([f"pad{o['padding']}"] if o["padding"] else [])]
         on += [k for k in ("strided", "one_expert") if o.get(k)]
         sizes = {"T": T, "E": E, "A": A, "L": L, "I": width, "X": X}
