@@ -58,6 +58,16 @@ def test_like_rank_writes_the_shapes_of_one_rank(tmp_path: Path, rank: str, head
     assert (tmp_path / "preprocessor_config.json").is_file()
 
 
+@pytest.mark.parametrize("rank", ["tp2", "tp8", "tp96"])
+def test_vllm_reads_a_ranks_configuration(tmp_path: Path, rank: str) -> None:
+    """7168 hidden units over 12 heads are an odd number, which vLLM's own class refuses unless one is stated."""
+    pytest.importorskip("vllm", reason="its configuration class is asked")
+    from vllm.transformers_utils.config import get_config
+
+    invoke("tiny", str(tmp_path), "--like-rank", rank)
+    assert get_config(str(tmp_path), trust_remote_code=False).text_config.num_hidden_layers == 8
+
+
 def test_like_rank_text_only(tmp_path: Path) -> None:
     invoke("tiny", str(tmp_path), "--like-rank", "tp16", "--text-only", "--layers", "4")
     config = load_config(tmp_path)

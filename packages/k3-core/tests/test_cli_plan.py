@@ -165,13 +165,28 @@ def test_two_h200_nodes_want_tensor_parallelism_inside_a_node() -> None:
     assert best["fits"]
     assert len(best["commands"]) == 2
     by_name = {t["name"]: t for t in report["topologies"]}
-    padded = by_name["TP16"]  # 192 wide experts are padded to 256, and do not fit with the cache
-    assert not padded["fits"]
-    assert any("padded to 256" in reason for reason in padded["reasons"])
-    assert any("crosses nodes" in reason for reason in padded["reasons"])
+    wide = by_name["TP16"]  # k3-nvidia keeps experts of 192 columns as they are
+    assert wide["fits"]
+    assert not any("padded" in reason for reason in wide["reasons"])
+    assert any("crosses nodes" in reason for reason in wide["reasons"])
     assert sum(best["bytes"].values()) <= best["budget"]
     ranked = [t["fits"] for t in report["topologies"]]
     assert ranked == sorted(ranked, reverse=True)
+
+
+def test_vllms_own_model_pads_narrow_experts() -> None:
+    """192 columns become 256, and TP16 does not fit with a cache; on a vendor whose wheel says nothing, too."""
+    _, report = invoke("--gpu", "h200", "--nodes", "2", "--tp", "16", "--no-ep", "--expert-floor", "256")
+    (padded,) = report["topologies"]
+    assert not padded["fits"]
+    assert any("padded to 256" in reason for reason in padded["reasons"])
+    _, stated = invoke("--gpu", "x", "--memory-gib", "139", "--nodes", "2", "--tp", "16", "--no-ep")
+    assert stated["topologies"][0]["bytes"] == padded["bytes"]
+
+
+def test_data_parallel_experts_are_padded_as_vllm_does() -> None:
+    _, report = invoke("--gpu", "b300", "--nodes", "2", "--tp", "8", "--dp", "2", "--no-ep")
+    assert any("padded to 256" in reason for reason in report["topologies"][0]["reasons"])
 
 
 def test_one_h200_node_is_too_small_and_says_by_how_much() -> None:

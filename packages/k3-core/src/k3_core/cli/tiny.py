@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated
@@ -32,8 +33,7 @@ def tiny(
     """Write a random checkpoint in the released layout, tokenizer and processor files included."""
     if like_rank is not None:
         config = rank_config(like_rank, layers or 8, text_only=text_only)
-        path.mkdir(parents=True, exist_ok=True)
-        write_side_files(path, config, tokenizer=False)  # for measuring: prompts are token ids
+        write_rank(path, config)
         what = (
             f"configuration of one {like_rank} rank, {config.text.num_hidden_layers} layers, no weights, no tokenizer"
         )
@@ -50,6 +50,20 @@ def tiny(
                      "weights": like_rank is None})  # fmt: skip
     else:
         output.say(f"wrote {path}: {what}")
+
+
+def write_rank(path: Path, config: K3Config) -> None:
+    """Write a rank's configuration and processor files; no tokenizer, since measuring sends token ids.
+
+    vLLM derives a missing ``head_dim`` from hidden size and heads and refuses an odd one (TP8: 7168 / 12 = 597), so one
+    is stated; nothing that serves K3 reads it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    write_side_files(path, config, tokenizer=False)
+    file = path / "config.json"
+    raw = json.loads(file.read_text())
+    raw.get("text_config", raw)["head_dim"] = config.text.linear_attn.head_dim
+    file.write_text(json.dumps(raw, indent=1) + "\n")
 
 
 def rank_config(rank: str, layers: int, *, text_only: bool = False) -> K3Config:

@@ -27,6 +27,12 @@ class Device:
     notes: tuple[str, ...] = ()
 
 
+#: vLLM's own model pads cut experts to at least this width.
+VLLM_FLOOR = 256
+#: What the layout of a vendor's wheel rounds the width of packed experts up to, in place of vLLM's floor (a test of the
+#: wheel holds its loader to it). A vendor that is not listed is planned with vLLM's floor.
+EXPERT_UNIT = {"nvidia": 64}
+
 _WEIGHT_ONLY = "no FP4 matrix units: MXFP4 weights are unpacked inside the kernel, activations stay bfloat16"
 _NATIVE = "MXFP4 matrix units"
 _REQUANTISED = (

@@ -60,7 +60,14 @@ class WeightModel:
         return self.config.text.layer_kind(i), self.config.text.is_moe_layer(i)
 
     def rank_bytes(
-        self, topology: Topology, layers: Iterable[int], *, first: bool = True, last: bool = True, floor: int = 256
+        self,
+        topology: Topology,
+        layers: Iterable[int],
+        *,
+        first: bool = True,
+        last: bool = True,
+        floor: int = 256,
+        unit: int = 1,
     ) -> dict[str, int]:
         """Bytes by part of the rank at ``topology`` whose pipeline stage has ``layers``.
 
@@ -69,12 +76,13 @@ class WeightModel:
             layers: 0-based layers of the stage.
             first, last: whether the stage holds the embedding and vision, and the output head.
             floor: least width of cut experts (narrower ones are padded, as vLLM does).
+            unit: the width of packed experts is rounded up to a multiple of it.
 
         Raises ConfigError where the sizes do not divide the model.
         """
         total: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
         for kind, count in Counter(self._kind(i) for i in layers).items():
-            for part, size in self._layer_bytes(kind, topology, floor).items():
+            for part, size in self._layer_bytes(kind, topology, floor, unit).items():
                 total[part] += size * count
         for name, spec in self._outside.items():
             on_first = part_of(name) == "vision" or name.endswith("embed_tokens.weight")
@@ -82,19 +90,21 @@ class WeightModel:
                 total[part_of(name)] += self._tensor_bytes(name, spec, topology)
         return dict(total)
 
-    def _layer_bytes(self, kind: tuple[str, bool], topology: Topology, floor: int) -> Counter[str]:
+    def _layer_bytes(self, kind: tuple[str, bool], topology: Topology, floor: int, unit: int) -> Counter[str]:
         total: Counter[str] = Counter()
         for name, spec in self._kinds[kind].items():
             if _EXPERT.search(name):
-                total["routed experts"] += self._experts_bytes(spec, topology, floor)
+                total["routed experts"] += self._experts_bytes(spec, topology, floor, unit)
             else:
                 total[part_of(name)] += self._tensor_bytes(name, spec, topology)
         return total
 
-    def _experts_bytes(self, spec: TensorSpec, topology: Topology, floor: int) -> int:
+    def _experts_bytes(self, spec: TensorSpec, topology: Topology, floor: int, unit: int) -> int:
         """All experts of the rank for one of an expert's tensors, padding included. Width counts in every tensor."""
         text, ep = self.config.text, topology.ep_size
         _, padded = expert_width(self.config, topology.tp_size, ep, topology.dp_size, floor)
+        if self.config.quantization is not None:
+            padded = -(-padded // unit) * unit
         held = len(expert_range(self.config, ep, topology.ep_rank)) if ep > 1 else text.num_experts
         return spec.nbytes * padded // text.moe_intermediate_size * held
 
