@@ -248,7 +248,7 @@ def fill(model: Any) -> None:
     """Load the checkpoint's text tensors and settle the weights as vLLM's loader does."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    from k3_nvidia.model import load
+    from k3_core.vllm.serving.outer import load
 
     load(model, model, iter(()), {})
     process_weights_after_loading(model, model.model_config, torch.device("cpu"))

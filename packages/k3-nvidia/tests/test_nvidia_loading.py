@@ -17,8 +17,8 @@ from k3_core.checkpoint import CheckpointReader, Topology
 from k3_core.checkpoint.slicing import shard_plan
 from k3_core.operators import CallSpec
 from k3_core.vllm.serving.experts import RoutedExperts
+from k3_core.vllm.serving.outer import load as load_weights
 from k3_nvidia import dispatch
-from k3_nvidia.model import load as load_weights
 
 MOE = "language_model.model.layers.{}.block_sparse_moe"
 

@@ -1,0 +1,140 @@
+"""Everything of the text stack but the order of its layers: embedding, stages, hand-off, auxiliary states, names.
+
+The vendor's ``model.py`` subclasses :class:`TextStack` and writes ``forward``; what each mix reads and where the bank
+is written is asked of ``k3_core.contracts.attn_res.Schedule``.
+
+Pipeline stages hand over (hidden_states, residual) = (prefix with the delta added, bank of the blocks written so far).
+Auxiliary hidden states (for draft models) come in two readings: the prefix, or the mix that the next layer would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_pp_group
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import EagleModelMixin
+from vllm.model_executor.models.utils import PPMissingLayer, make_layers
+from vllm.sequence import IntermediateTensors
+
+from k3_core.checkpoint import vocab_range
+from k3_core.config import K3Config, TextConfig
+from k3_core.contracts.attn_res import Schedule
+from k3_core.errors import ConfigError
+from k3_core.vllm.serving.attn_res import Mix
+from k3_core.vllm.serving.dispatch import Choose
+from k3_core.vllm.serving.modules import Loadable, below, norm, tp
+
+#: Readings of an auxiliary hidden state: the running prefix, or the mix that the next layer would see.
+AuxStream = Literal["prefix", "attn_res"]
+
+#: (index of the layer, schedule or None without attention residuals, prefix of its names) -> the vendor's layer.
+MakeLayer = Callable[[int, Schedule | None, str], nn.Module]
+
+
+class TextStack(Loadable, EagleModelMixin):
+    """Embedding, this pipeline stage's layers and, on the last stage, the output mix (``model.`` in the checkpoint)."""
+
+    def __init__(self, config: K3Config, vllm_config: Any, prefix: str, make_layer: MakeLayer, choose: Choose) -> None:
+        super().__init__()
+        text = config.text
+        self.text, self.config = text, config
+        stage = get_pp_group()
+        self.first, self.last = stage.is_first_rank, stage.is_last_rank
+        self.schedule: Schedule | None = None
+        if text.attn_res_block_size is not None:
+            self.schedule = Schedule(text.num_hidden_layers, text.attn_res_block_size)
+        tied = text.tie_word_embeddings and self.last
+        self.embed_tokens: nn.Module = PPMissingLayer()
+        if self.first or tied:
+            self.embed_tokens = VocabParallelEmbedding(
+                text.vocab_size, text.hidden_size, prefix=f"{prefix}.embed_tokens"
+            )
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            text.num_hidden_layers,
+            lambda prefix: make_layer(int(prefix.rsplit(".", 1)[1]), self.schedule, prefix),
+            prefix=f"{prefix}.layers",
+        )
+        self.stage = None if self.schedule is None else self.schedule.stage(self.start_layer, self.end_layer)
+        self.norm: nn.Module = PPMissingLayer()
+        if self.last:
+            self.norm = norm(text.hidden_size, text.rms_norm_eps)
+            if self.schedule is not None:
+                self.output_attn_res = Mix(text, self.schedule.output_blocks, choose)
+        self.aux_stream: AuxStream = aux_stream(vllm_config)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Ids of the auxiliary hidden states: id k is the state after k layers."""
+        return cast(tuple[int, ...], self.aux_hidden_state_layers)
+
+    def receive(self, hidden: Tensor, intermediate: IntermediateTensors | None) -> tuple[Tensor, Tensor]:
+        """(prefix, bank with this stage's slots) at the start of a stage. Unwritten slots are uninitialised."""
+        assert self.stage is not None
+        prefix = hidden if intermediate is None else intermediate["hidden_states"]
+        bank = prefix.new_empty(prefix.shape[0], self.stage.num_slots, prefix.shape[1])
+        if intermediate is not None:
+            bank[:, : self.stage.received_blocks] = intermediate["residual"]
+        return prefix, bank
+
+    def auxiliary(self, prefix: Tensor, delta: Tensor | None, bank: Tensor, mix: Mix, num_blocks: int) -> Tensor:
+        """The auxiliary hidden state before a layer: the whole prefix, or its mix with the bank (no norm)."""
+        whole = prefix.clone() if delta is None else prefix + delta
+        if self.aux_stream == "prefix":
+            return whole
+        return mix(whole, None, bank, num_blocks)
+
+    def empty_handoff(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> IntermediateTensors:
+        """What this stage receives, zero-filled, for profiling and graphs."""
+        hidden = self.text.hidden_size
+        prefix: tuple[int, ...] = (batch_size, hidden)
+        residual: tuple[int, ...] = (batch_size, hidden)
+        if self.stage is not None:
+            prefix, residual = self.stage.payload_shapes(batch_size, hidden)
+        return IntermediateTensors(
+            {
+                "hidden_states": torch.zeros(prefix, dtype=dtype, device=device),
+                "residual": torch.zeros(residual, dtype=dtype, device=device),
+            }
+        )
+
+    def own_layers(self) -> Iterator[tuple[int, Any]]:
+        """(index, layer) of this stage."""
+        for index in range(self.start_layer, self.end_layer):
+            yield index, self.layers[index]
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Where the checkpoint's tensors below ``model.`` go on this stage, the routed experts apart."""
+        if not isinstance(self.embed_tokens, PPMissingLayer):
+            yield "embed_tokens.weight", vocab_rows(self.embed_tokens, self.text)
+        for index, layer in self.own_layers():
+            for name, destination in layer.parts():
+                yield f"layers.{index}.{name}", destination
+        if self.last:
+            yield from below("norm", self.norm)
+            if self.schedule is not None:
+                yield from self.output_attn_res.named_parts("output_attn_res")
+
+
+def vocab_rows(embedding: nn.Module, text: TextConfig) -> Tensor:
+    """The rows of a sharded embedding or head that hold vocabulary; the padding behind them is set to zero."""
+    size, rank = tp()
+    rows = vocab_range(text.vocab_size, size, rank)
+    weight = cast(Tensor, embedding.weight).data
+    weight[len(rows) :].zero_()
+    return weight[: len(rows)]
+
+
+def aux_stream(vllm_config: Any) -> AuxStream:
+    """The reading of auxiliary hidden states that the draft's configuration declares; by default the prefix."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    declared = getattr(getattr(draft, "hf_config", None), "aux_hidden_stream", None)
+    if declared in (None, "prefix"):
+        return "prefix"
+    if declared == "attn_res":
+        return "attn_res"
+    raise ConfigError(f"the draft model's aux_hidden_stream is {declared!r}; known are 'prefix' and 'attn_res'")
