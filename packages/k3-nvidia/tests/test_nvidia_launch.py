@@ -96,7 +96,7 @@ def test_every_kind_of_step_passes_the_kernels_checks(drafts: int, nvidia_tiny: 
     layer = next(m for m in model.modules() if isinstance(m, KimiDeltaAttention))
     limits = warmup.Limits(max_num_batched_tokens=1100, max_num_seqs=8, num_spec=drafts)
     launched.clear()
-    warmup.run_kda(layer, limits, torch.bfloat16, torch.device("cpu"))
+    warmup.WARM_UP.run_kda(layer, limits, torch.bfloat16, torch.device("cpu"))
     wanted = {"kda_decode_kernel", "kda_chunk_kernel", "gated_norm_kernel"} | (
         {"kda_verify_kernel"} if drafts else set()
     )
@@ -107,7 +107,7 @@ def test_every_kind_of_step_passes_the_kernels_checks(drafts: int, nvidia_tiny: 
     pages = torch.zeros(6, page // 16 * 16, dtype=torch.int8)
     layer.bind_kv_cache(pages.view(6, 1, 1, -1))
     qkv, z, beta, gate = layer.project(torch.zeros(8, 256, dtype=torch.bfloat16))
-    for metadata in warmup.steps(layer, limits, torch.device("cpu")):
+    for metadata in warmup.WARM_UP.steps(layer, limits, torch.device("cpu")):
         if metadata.step_tokens + metadata.prefill_tokens <= 8:
             layer._run(metadata, qkv, z, beta, gate, torch.empty_like(z))
 
@@ -119,5 +119,5 @@ def test_kimi_linear_without_packed_experts_uses_the_library(nvidia_linear: Path
     layer = next(m for m in model.modules() if isinstance(m, KimiDeltaAttention))
     limits = warmup.Limits(max_num_batched_tokens=130, max_num_seqs=8, num_spec=0)
     launched.clear()
-    warmup.run_kda(layer, limits, torch.bfloat16, torch.device("cpu"))
+    warmup.WARM_UP.run_kda(layer, limits, torch.bfloat16, torch.device("cpu"))
     assert any("chunk" in name for name in launched)

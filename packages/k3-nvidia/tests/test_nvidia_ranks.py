@@ -251,7 +251,7 @@ def test_warm_up_runs_every_kind_of_step_and_leaves_the_caches_alone(nvidia_tiny
     bind_caches(model)
     layer = next(m for m in model.modules() if isinstance(m, KimiDeltaAttention))
     before = [pool.clone() for pool in layer.kv_cache]
-    warmup.run_kda(layer, limits, torch.float32, torch.device("cpu"))
+    warmup.WARM_UP.run_kda(layer, limits, torch.float32, torch.device("cpu"))
     for old, new in zip(before, layer.kv_cache, strict=True):
         assert old.isnan().equal(new.isnan())
         assert old.isnan().all()
@@ -263,7 +263,7 @@ def test_warm_up_covers_both_sides_of_every_edge(nvidia_tiny: Path) -> None:
 
     config = CheckpointReader(nvidia_tiny).config
     limits = warmup.Limits(max_num_batched_tokens=8192, max_num_seqs=128, num_spec=0)
-    counts = warmup.token_counts(config, limits)
+    counts = warmup.WARM_UP.token_counts(config, limits)
     assert counts[0] == 1
     assert counts[-1] == 8192
     for profiles in dispatch.warmup_profiles(config, limits).values():

@@ -165,7 +165,7 @@ class KimiLinearForCausalLM(TextServing):
 
     def warm_up(self) -> None:
         """Meet every kernel variant; see :mod:`k3_nvidia.warmup`."""
-        warmup.run(self)
+        warmup.WARM_UP.run(self)
 
 
 # --------------------------------------------------------------------------------------------------- multimodal model
