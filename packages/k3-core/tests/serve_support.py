@@ -174,6 +174,7 @@ class Server:
         self.name, self.log = name, log
         command = [str(Path(sys.executable).parent / "vllm"), "serve", str(checkpoint)]
         command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port), *options]
+        self.command = command
         environment = {**os.environ, **ENVIRONMENT, **(env or {})}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with log.open("w") as out:

@@ -118,15 +118,31 @@ def test_bench_serve_keeps_vllms_figures(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def run(command: list[str]) -> types.SimpleNamespace:
         seen.append(command)
         folder = Path(command[command.index("--result-dir") + 1])
-        (folder / "result.json").write_text(json.dumps({"completed": 4, "output_throughput": 12.5, "secret": 1}))
+        count = int(command[command.index("--max-concurrency") + 1])
+        measured = {"completed": 4, "output_throughput": 12.5 * count, "median_ttft_ms": 3.0, "secret": 1}
+        (folder / "result.json").write_text(json.dumps(measured))
         return types.SimpleNamespace(returncode=0, stdout="")
 
     monkeypatch.setattr(bench, "_vllm", lambda: ["vllm"])
     monkeypatch.setattr(bench, "_run", run)
-    report = invoke("bench", "serve", "--prompts", "4", "--out", str(tmp_path / "r.json"))
-    assert report["rows"] == [{"completed": 4, "output_throughput": 12.5}]
+    out, plot = tmp_path / "r.json", tmp_path / "r.svg"
+    options = ["--prompts", "4", "--concurrency", "1,2", "--out", str(out), "--plot", str(plot)]
+    report = invoke("bench", "serve", *options)
+    assert report["rows"] == [
+        {"concurrency": n, "completed": 4, "output_throughput": 12.5 * n, "median_ttft_ms": 3.0} for n in (1, 2)
+    ]
     assert seen[0][:3] == ["vllm", "bench", "serve"]
     assert seen[0][seen[0].index("--num-prompts") + 1] == "4"
+    assert json.loads(out.read_text()) == report
+    assert plot.read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.parametrize("args", [("serve", "--concurrency", "0"), ("ops", "--rows", "1,x")])
+def test_bench_refuses_counts_that_are_none(args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_vllm", lambda: ["vllm"])
+    done = CliRunner().invoke(app, ["bench", *args])
+    assert isinstance(done.exception, ConfigError)
+    assert args[1] in str(done.exception)
 
 
 def test_bench_serve_shows_the_end_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,4 @@
-"""Every shell block of the documentation says who runs it; what a CPU can run in seconds is run here.
-
-Above each ``sh`` block of ``docs/*.md`` stands one comment: ``<!-- run -->`` (run below, line by line, in one folder a
-page), ``<!-- session: NAME -->`` (a session of noxfile.py runs it), or ``<!-- needs: WHAT -->`` (no CPU can).
-"""
+"""Every code block of the documentation says who runs it (see `docs_blocks`); what a CPU runs in seconds runs here."""
 
 from __future__ import annotations
 
@@ -13,85 +9,104 @@ import sys
 from pathlib import Path
 
 import pytest
+from docs_blocks import PAGES, ROOT, blocks
 from typer.testing import CliRunner
 
 from k3_core.cli.app import app
 
-ROOT = Path(__file__).resolve().parents[3]
-PAGES = sorted(ROOT.glob("docs/*.md"))
-#: Whoever writes these pages decides; blocks without a comment are allowed there.
-FREE = {"chat.md", "design.md"}
-_BLOCK = re.compile(r"(?:<!-- (run|session: [\w-]+|needs: [^>]+?) -->\n)?```sh\n(.*?)```", re.S)
 #: Exit statuses that are right for a command wherever it runs: doctor tells about this machine.
 _EITHER = ("k3 doctor",)
+SHELL = [page for page in PAGES if any(b.page == str(page.relative_to(ROOT)) and b.mark == "run" for b in blocks())]
 
 
-def blocks() -> list[tuple[str, str, str]]:
-    """(page, comment, text) of every shell block."""
-    return [(page.name, mark, text) for page in PAGES for mark, text in _BLOCK.findall(page.read_text())]
-
-
-def lines_to_run(page: str) -> list[str]:
-    return [line for name, mark, text in blocks() if name == page and mark == "run" for line in text.splitlines()]
+def run_lines(lines: list[str]) -> None:
+    """Run ``k3`` commands in this process; a comment ``# exit 1`` states another exit status than 0."""
+    for line in lines:
+        command, _, comment = line.partition("#")
+        words = shlex.split(command)
+        if not words:
+            continue
+        assert words[0] == "k3", f"only k3 commands are run here, not {line!r}"
+        done = CliRunner().invoke(app, words[1:])
+        right = {0, 1} if command.startswith(_EITHER) else {1} if "exit 1" in comment else {0}
+        assert done.exit_code in right, f"{line}\n{done.output}\n{done.exception}"
+        assert done.exception is None or isinstance(done.exception, SystemExit)
 
 
 def test_every_block_says_who_runs_it() -> None:
-    assert len(blocks()) > 10
-    assert [(page, text) for page, mark, text in blocks() if not mark and page not in FREE] == []
+    assert len(blocks()) > 20
+    assert [b.label for b in blocks() if not b.mark] == []
+
+
+def test_what_is_run_can_be_run() -> None:
+    """`needs` is for what no CPU can do: a page of `k3` commands alone hides behind no such word."""
+    for block in blocks():
+        if block.mark.startswith("needs"):
+            lines = [line for line in block.text.splitlines() if line.strip()]
+            assert not all(line.startswith("k3 ") for line in lines), block.label
 
 
 def test_sessions_that_are_named_exist() -> None:
     noxfile = (ROOT / "noxfile.py").read_text()
     known = set(re.findall(r"@nox\.session\(name=\"([\w-]+)\"\)", noxfile))
     known |= set(re.findall(r"@nox\.session(?:\([^)]*\))?\ndef (\w+)\(", noxfile))
-    named = {mark.removeprefix("session: ") for _, mark, _ in blocks() if mark.startswith("session")}
-    others = [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *ROOT.glob("packages/*/README.md"),
-        *ROOT.glob("ci/**/*.md"),
-    ]
-    texts = "\n".join(path.read_text() for path in [*PAGES, *others])
+    marks = [b.mark.removeprefix("session: ") for b in blocks() if b.mark.startswith("session")]
+    named = {name for mark in marks for name in mark.split(", ")}
+    texts = "\n".join(page.read_text() for page in PAGES)
     named |= set(re.findall(r"python3\.11 ci (?!SESSION)([a-z][\w-]*)", texts))
     assert named - known == set()
     assert "demo" in named
 
 
-@pytest.mark.parametrize("page", sorted({page for page, mark, _ in blocks() if mark == "run"}))
-def test_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", SHELL, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one folder a page, in the order of the page; Python blocks share their names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for line in lines_to_run(page):
-        command, _, comment = line.partition("#")
-        words = shlex.split(command)
-        if not words:
+    monkeypatch.syspath_prepend(str(ROOT / "packages" / "k3-core" / "tests"))
+    names: dict[str, object] = {"__name__": "docs"}
+    for block in blocks():
+        if block.page != str(page.relative_to(ROOT)) or block.mark != "run":
             continue
-        assert words[0] == "k3", f"{page}: only k3 commands are run here, not {line!r}"
-        done = CliRunner().invoke(app, words[1:])
-        right = {0, 1} if command.startswith(_EITHER) else {1} if "exit 1" in comment else {0}
-        assert done.exit_code in right, f"{page}: {line}\n{done.output}\n{done.exception}"
-        assert done.exception is None or isinstance(done.exception, SystemExit)
+        if block.language == "python":
+            exec(compile(block.text, block.page, "exec"), names)
+        else:
+            run_lines(block.text.splitlines())
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *ROOT.glob("packages/*/README.md")], ids=lambda p: p.parent.name)
-def test_python_of_the_readmes_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for text in re.findall(r"```python\n(.*?)```", path.read_text(), re.S):
-        exec(compile(text, str(path), "exec"), {})
+def inline() -> list[tuple[str, str]]:
+    """(page, command) of every whole ``k3`` command inside a sentence."""
+    found = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+        for command in re.findall(r"`(k3 [a-z]+[^`]*)`", text):
+            found.append((str(page.relative_to(ROOT)), " ".join(command.split())))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), sorted(set(inline())))
+def test_commands_inside_sentences_exist(page: str, command: str) -> None:
+    """The command and each of its options are known; plans, which need nothing, are also made."""
+    words = [word for word in shlex.split(command)[1:] if word != "..."]
+    name = [word for word in words[:2] if re.fullmatch(r"[a-z]+", word)]
+    name = name if name[0] == "bench" else name[:1]
+    known = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*name, "--help"])
+    assert known.exit_code == 0, f"{page}: {command}"
+    for option in re.findall(r"--[a-z-]+", command):
+        assert re.search(rf"{option}\b", known.output), f"{page}: {command} has no {option}"
+    if name == ["plan"] and "..." not in command and "--gpu" in command:
+        assert CliRunner().invoke(app, words).exit_code in (0, 1), f"{page}: {command}"
+
+
+def test_scripts_that_pages_run_exist() -> None:
+    texts = {page: page.read_text() for page in PAGES}
+    named = {(page.name, name) for page, text in texts.items() for name in re.findall(r"`python (ci/[\w/]+\.py)", text)}
+    assert named
+    assert [entry for entry in named if not (ROOT / entry[1]).is_file()] == []
 
 
 def test_a_wrong_command_would_fail() -> None:
     assert CliRunner().invoke(app, ["plan", "--gpus", "h200"]).exit_code == 2
-
-
-def test_links_between_pages_exist() -> None:
-    """What `mkdocs --strict` checks, without mkdocs: relative links to pages of docs/."""
-    broken = []
-    for page in PAGES:
-        for target in re.findall(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)", page.read_text()):
-            if not (page.parent / target).is_file():
-                broken.append(f"{page.name} -> {target}")
-    assert [b for b in broken if not b.endswith("chat.md")] == []
 
 
 def test_the_numerics_page_covers_every_operator() -> None:

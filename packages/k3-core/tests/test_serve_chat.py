@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
+import shutil
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +22,14 @@ import pytest
 pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
 
 import chat_cases as cases
+import docs_blocks
 import openai
 from PIL import Image
 from serve_support import Server, data_url
+from typer.testing import CliRunner
 
 from k3_core.chat import K3Tokenizer, encode, image_prompt, load_tokenizer, parse
+from k3_core.cli.app import app
 from k3_core.multimodal import image_geometry
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
@@ -342,3 +348,76 @@ def test_anthropic_messages_api(server: Server) -> None:
     assert reply["usage"]["output_tokens"] == 5
     text = json.dumps(reply["content"])
     assert not any(marker in text for marker in cases.MARKER_BYTES)
+
+
+# ------------------------------------------------------------------------------------------------------- documentation
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model never ends its message: replies to requests that state no limit have 24 tokens."""
+    from openai.resources.chat.completions import Completions
+
+    create = Completions.create
+    monkeypatch.setattr(Completions, "create", lambda self, **options: create(self, **{"max_tokens": 24, **options}))
+
+
+def at(server: Server, text: str) -> str:
+    """The documentation's address, replaced by this server's."""
+    assert "127.0.0.1:8000" in text
+    return text.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+
+
+def documented(*languages: str, mark: str = "serve") -> list[Any]:
+    return [b for b in docs_blocks.blocks() if b.mark == mark and b.language in languages]
+
+
+@pytest.mark.usefixtures("short")
+def test_python_of_the_documentation_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of the page, in one program."""
+    names: dict[str, Any] = {}
+    for block in documented("python"):
+        text = block.text if "client" in names else at(server, block.text)
+        exec(compile(text, block.page, "exec"), names)
+    assert names["messages"][-2]["role"] in ("user", "assistant", "tool")
+    assert capsys.readouterr().out
+
+
+def test_shell_of_the_documentation_runs(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """curl as it stands but for a limit of tokens; `k3 bench serve` with fewer and shorter requests."""
+    monkeypatch.chdir(tmp_path)
+    for block in documented("sh"):
+        text = at(server, block.text)
+        if text.startswith("curl"):
+            if shutil.which("curl") is None:
+                continue
+            text = text.replace('"model": "k3",', '"model": "k3", "max_tokens": 8,')
+            done = subprocess.run(["bash", "-c", f"{text.strip()} --fail -s"], capture_output=True, text=True)
+            assert json.loads(done.stdout)["choices"][0]["finish_reason"] == "length", done.stderr
+        else:
+            (line,) = text.splitlines()
+            words = shlex.split(line)[1:] + "--prompts 3 --input-len 9 --output-len 4 --concurrency 1,2".split()
+            ran = CliRunner().invoke(app, words)
+            assert ran.exit_code == 0, (ran.output, ran.exception)
+            rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+            assert [(row["concurrency"], row["completed"]) for row in rows] == [(1, 3), (2, 3)]
+
+
+def test_the_documented_parsers_are_the_servers(server: Server) -> None:
+    (block,) = [b for b in docs_blocks.blocks() if b.page == "docs/chat.md" and "vllm serve" in b.text]
+    words = block.text.replace("\\\n", " ").split()
+    assert [word for word in words if word.startswith("--reasoning") or word.startswith("--tool")]
+    assert set(words[3:]) <= set(server.command)
+
+
+@pytest.mark.usefixtures("short")
+def test_langchain_of_the_documentation_runs(server: Server) -> None:
+    pytest.importorskip("langchain_openai")
+    (block,) = documented("python", mark="serve: langchain-openai")
+    names: dict[str, Any] = {}
+    exec(compile(at(server, block.text), block.page, "exec"), names)
+    model = names["model"]
+    reply = model.invoke("Weather in Lisbon?", max_tokens=16)
+    assert reply.usage_metadata["output_tokens"] == 16
+    pieces = list(model.stream("Weather in Lisbon?", max_tokens=16))
+    assert "".join(piece.text() if callable(piece.text) else piece.text for piece in pieces) == reply.content

@@ -1,4 +1,4 @@
-"""`k3 plan` is held to what this wheel's model really allocates, within 3%: tiny checkpoints and the shapes of one rank.
+"""`k3 plan` is held to what this wheel's model really allocates, within 3%: tiny checkpoints, shapes of one rank.
 
 On a CPU nothing of the release's size can be allocated, so rank-emulated and released shapes are built on torch's
 "meta" device: the same model code, parameters and expert layouts, without their bytes.

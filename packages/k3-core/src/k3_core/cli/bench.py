@@ -17,7 +17,7 @@ import torch
 import typer
 
 from k3_core.cli import choices, output, probe
-from k3_core.errors import UnsupportedError
+from k3_core.errors import ConfigError, UnsupportedError
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks: a running server, or operators on this machine.")
 
@@ -34,21 +34,51 @@ def serve(
     model: Annotated[str | None, typer.Option(help="Served model name; default: what the server says.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder with the tokenizer; default: the served model.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
+    concurrency: Annotated[
+        str, typer.Option(help="Requests in flight; several, as in 1,4,16, are measured in turn.")
+    ] = "8",
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 1024,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each reply; the end token is ignored.")] = 128,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Where to write a plot over concurrency (needs matplotlib).")
+    ] = None,
     as_json: output.AsJson = False,
 ) -> None:
     """Measure a running server with `vllm bench serve`: throughput and latencies of random prompts."""
     command = [
         *_vllm(), "bench", "serve", "--backend", "openai", "--base-url", url, "--dataset-name", "random",
         "--random-input-len", str(input_len), "--random-output-len", str(output_len), "--num-prompts", str(prompts),
-        "--max-concurrency", str(concurrency), "--seed", str(seed), "--ignore-eos",
+        "--seed", str(seed), "--ignore-eos",
     ]  # fmt: skip
     command += ["--model", model] if model else []
     command += ["--tokenizer", tokenizer, "--tokenizer-mode", "kimi_k3"] if tokenizer else []
+    counts = _counts("--concurrency", concurrency)
+    rows = [{"concurrency": count, **_measure([*command, "--max-concurrency", str(count)])} for count in counts]
+    report = _header("serving", "k3 bench serve") | {
+        "url": url, "settings": {"prompts": prompts, "concurrency": counts, "input_len": input_len,
+                                 "output_len": output_len, "seed": seed},
+        "rows": rows,
+    }  # fmt: skip
+    if plot is not None:
+        _plot_serving(rows, plot)
+    _deliver(report, out, as_json)
+
+
+def _counts(option: str, text: str) -> list[int]:
+    """Positive numbers separated by commas."""
+    try:
+        counts = [int(word) for word in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise ConfigError(f"{option} {text}: expected positive numbers separated by commas, such as 1,4,16")
+    return counts
+
+
+def _measure(command: list[str]) -> dict[str, Any]:
+    """The figures we keep of one run of vLLM's benchmark."""
     with tempfile.TemporaryDirectory() as folder:
         command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
         done = _run(command)
@@ -57,12 +87,7 @@ def serve(
             tail = "\n".join(done.stdout.splitlines()[-15:])
             raise UnsupportedError(f"`vllm bench serve` failed ({done.returncode}); the end of its output:\n{tail}")
         measured = json.loads(result.read_text())
-    report = _header("serving", "k3 bench serve") | {
-        "url": url, "settings": {"prompts": prompts, "concurrency": concurrency, "input_len": input_len,
-                                 "output_len": output_len, "seed": seed},
-        "rows": [{key: measured[key] for key in _KEPT if key in measured}],
-    }  # fmt: skip
-    _deliver(report, out, as_json)
+    return {key: measured[key] for key in _KEPT if key in measured}
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -110,7 +135,7 @@ def ops(
         chosen = next(iter(published[implementation].implementations(name)), None)
         if chosen is None:
             raise UnsupportedError(f"{implementation} has no implementation of {name}")
-        for count in [int(text) for text in rows.split(",")]:
+        for count in _counts("--rows", rows):
             call = _CALLS[name](chosen, count, hidden, device, dtype)
             micros, calls = _time(call, seconds, device)
             measured.append({"operator": name, "implementation": chosen.name, "tokens": count, "dtype": str(dtype),
@@ -189,7 +214,7 @@ def _deliver(report: dict[str, Any], out: Path | None, as_json: bool) -> None:
         output.say(f"wrote {out}")
 
 
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -197,6 +222,25 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def _plot_serving(rows: list[dict[str, Any]], path: Path) -> None:
+    """Throughput and median latencies over the number of requests in flight."""
+    pyplot = _pyplot()
+    figure, panels = pyplot.subplots(1, 3, figsize=(12, 4))
+    names = {"output_throughput": "tokens/s", "median_ttft_ms": "first token, ms", "median_tpot_ms": "next tokens, ms"}
+    for axes, (key, label) in zip(panels, names.items(), strict=True):
+        known = [(row["concurrency"], row[key]) for row in rows if key in row]
+        axes.plot(*zip(*known, strict=True), marker="o") if known else None
+        axes.set(xlabel="requests in flight", ylabel=label, ylim=(0, None))
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots()
     for name in dict.fromkeys(row["operator"] for row in rows):
         mine = [row for row in rows if row["operator"] == name]

@@ -39,7 +39,7 @@ def plan(
     graphs: Annotated[bool, typer.Option(help="Captured decode graphs (--no-graphs: --enforce-eager).")] = True,
     utilisation: Annotated[float, typer.Option(min=0.1, max=1.0, help="Share of memory that vLLM may use.")] = 0.92,
     expert_floor: Annotated[int | None, typer.Option(
-        min=1, help="Least width of cut experts (vLLM's own model: 256); default: what the vendor's wheel pads.")] = None,
+        min=1, help="Least width of cut experts (vLLM's own model: 256); default: as the vendor's wheel pads.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder or config.json; default: the release.")] = None,
     prefer: Annotated[str, typer.Option(help="What ranks first: latency or room.")] = "latency",
     show_all: Annotated[bool, typer.Option("--all", help="Also what does not fit and what cannot be cut.")] = False,
