@@ -1,4 +1,7 @@
-"""An engine that verifies drafted tokens: ``nvidia_verify_engine.py CHECKPOINT``, prompts as JSON on stdin."""
+"""An engine that verifies drafted tokens: ``python -m k3_core.vllm.testing.verify JSON``, prompts as JSON on stdin.
+
+JSON: [Vendor's fields, checkpoint].
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ import json
 import sys
 from pathlib import Path
 
-from nvidia_support import Engine, our_model
+from k3_core.vllm.testing.engine import Engine
+from k3_core.vllm.testing.vendor import Vendor
 
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def main() -> None:
+    """Print the tokens of every prompt and the widths of the rows that were verified."""
+    fields, checkpoint = json.loads(sys.argv[1])
     asked = json.load(sys.stdin)
-    with our_model():
+    with Vendor(*fields).acting():
         engine = Engine.start(
-            Path(sys.argv[1]),
+            Path(checkpoint),
             max_num_batched_tokens=64,
             speculative_config=SPECULATION,
             enable_prefix_caching=False,
