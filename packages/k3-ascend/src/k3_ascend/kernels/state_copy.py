@@ -15,6 +15,9 @@ bytes of a bool tensor), all but ``cache`` contiguous. PAGE and the run strides 
 (a power of two). CLEAR: whether invalid rows become zeros (else they are left alone, the caller has cleared them).
 """
 
+# Device functions have no Python types: their arguments are pointers and blocks.
+# mypy: allow-untyped-defs, disable-error-code=assignment
+
 from __future__ import annotations
 
 import triton
@@ -37,7 +40,9 @@ def gather_pages(
     """packed[r] = cache[indices[r]] for valid flagged rows of dense pages of PAYLOAD elements."""
     BLOCKS: tl.constexpr = (PAYLOAD + BLOCK - 1) // BLOCK
     offsets = tl.arange(0, BLOCK)
-    for task in range(tl.program_id(0), num_rows * BLOCKS, tl.num_programs(0)):
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    for step in range(0, (num_rows * BLOCKS - first + programs - 1) // programs):
+        task = first + step * programs
         row = task // BLOCKS
         start = (task % BLOCKS) * BLOCK
         slot = tl.load(indices + row).to(tl.int64)
@@ -67,7 +72,9 @@ def scatter_pages(
     """cache[indices[r]] = packed[r] for valid rows of dense pages of PAYLOAD elements."""
     BLOCKS: tl.constexpr = (PAYLOAD + BLOCK - 1) // BLOCK
     offsets = tl.arange(0, BLOCK)
-    for task in range(tl.program_id(0), num_rows * BLOCKS, tl.num_programs(0)):
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    for step in range(0, (num_rows * BLOCKS - first + programs - 1) // programs):
+        task = first + step * programs
         row = task // BLOCKS
         start = (task % BLOCKS) * BLOCK
         slot = tl.load(indices + row).to(tl.int64)
@@ -97,7 +104,9 @@ def gather_runs(
 ):
     """As gather_pages without clearing, for pages [H, V, K] of any inner strides: one run along K a task."""
     offsets = tl.arange(0, BLOCK)
-    for task in range(tl.program_id(0), num_rows * H * V, tl.num_programs(0)):
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    for step in range(0, (num_rows * H * V - first + programs - 1) // programs):
+        task = first + step * programs
         row = task // (H * V)
         run = task % (H * V)
         slot = tl.load(indices + row).to(tl.int64)
@@ -127,7 +136,9 @@ def scatter_runs(
 ):
     """As scatter_pages, for pages [H, V, K] of any inner strides: one run along K a task."""
     offsets = tl.arange(0, BLOCK)
-    for task in range(tl.program_id(0), num_rows * H * V, tl.num_programs(0)):
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    for step in range(0, (num_rows * H * V - first + programs - 1) // programs):
+        task = first + step * programs
         row = task // (H * V)
         run = task % (H * V)
         slot = tl.load(indices + row).to(tl.int64)
