@@ -189,7 +189,9 @@ def alone(case: Case, inputs: Inputs, sequence: int) -> tuple[Inputs, slice]:
             elif a.shape[0] == "B":
                 tensors[a.name] = tensors[a.name][sequence : sequence + 1]
     free = None if inputs.free_rows is None else inputs.free_rows[rows]
-    return replace(inputs, tensors=tensors, strides={}, free_rows=free), rows
+    # A pool keeps its layout: an implementation may have claimed one of SD and DS only.
+    strides = {n: s for n, s in inputs.strides.items() if n == "conv_state"}
+    return replace(inputs, tensors=tensors, strides=strides, free_rows=free), rows
 
 
 def padded(value: Tensor, gap_bytes: int = 16) -> tuple[int, ...]:
