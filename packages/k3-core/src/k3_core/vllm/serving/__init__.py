@@ -7,9 +7,11 @@ dispatch      which implementation of an operator runs here, and why
 cache         sizes of states and of cache pages
 kda_metadata  what KDA layers need to know about an engine step
 kda_layer     weights, projections and cache interface of a KDA layer
+moe_layer     router, routed experts in the latent space, shared experts beside
 mla_layer     a gated NoPE-MLA layer over vLLM's attention
 mla_cpu       its attention call on a CPU, for tests
 attn_res      the mix of attention residuals as a layer
+stack         the text stack around the layers: stages, hand-off, auxiliary states, names
 experts       where routed experts live in the released layout, and how they arrive
 reductions    how partial results of experts are summed over ranks
 vision        the vision tower, data-parallel over ranks
