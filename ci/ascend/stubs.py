@@ -125,7 +125,12 @@ def _build_base(scratch: Path, out: Path, missing: Iterable[str], answers: str |
     code += [".data", ".balign 64"]
     for match in filter(None, map(TYPE.match, names)):
         code += [f'.globl "{match[0]}"', f'.type "{match[0]}",@object', f'"{match[0]}":']
-        code += ["  .quad _ZTVN10__cxxabiv117__class_type_infoE+16", "  .quad 1f", f'1: .asciz "{match[1]}"', ".balign 8"]
+        code += [
+            "  .quad _ZTVN10__cxxabiv117__class_type_infoE+16",
+            "  .quad 1f",
+            f'1: .asciz "{match[1]}"',
+            ".balign 8",
+        ]
     code += ['.section .note.GNU-stack,"",@progbits', ""]
     assembly = scratch / "symbols.s"
     assembly.write_text("\n".join(code))

@@ -11,34 +11,41 @@ from math import prod
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from k3_core.config import TextConfig
+from k3_core.errors import ConfigError
 from k3_core.vllm.layers.cache import latent_width
 
 StateShapes = tuple[tuple[int, ...], ...]
 
 
 def state_shapes(text: TextConfig, tp_size: int, num_spec: int) -> StateShapes:
-    """Shapes of one request's states: the convolution's window and the recurrent state, of one rank."""
+    """Shapes of one request's states: the convolution's window and the recurrent state, of one rank.
+
+    The window has a column more for each draft token, in the layout of ``VLLM_SSM_CONV_STATE_LAYOUT``. Written out here
+    because vLLM's own function leaves the drafts out up to 0.23.
+    """
     linear = text.linear_attn
-    shapes: StateShapes = MambaStateShapeCalculator.kda_state_shape(
-        tp_size,
-        linear.num_heads,
-        linear.head_dim,
-        conv_kernel_size=linear.short_conv_kernel_size,
-        num_spec=num_spec,
-    )
-    return shapes
+    if linear.num_heads % tp_size:
+        raise ConfigError(f"{linear.num_heads} KDA heads cannot be cut over {tp_size} ranks")
+    channels = 3 * linear.num_heads * linear.head_dim // tp_size
+    columns = linear.short_conv_kernel_size - 1 + num_spec
+    window = (channels, columns) if is_conv_state_dim_first() else (columns, channels)
+    return window, (linear.num_heads // tp_size, linear.head_dim, linear.head_dim)
 
 
 def state_dtypes(vllm_config: Any) -> tuple[torch.dtype, ...]:
-    """Dtypes of the states: the model's, and fp32 (or bf16 by --mamba-ssm-cache-dtype)."""
-    cache = vllm_config.cache_config
-    dtypes: tuple[torch.dtype, ...] = MambaStateDtypeCalculator.kda_state_dtype(
-        vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+    """Dtypes of the states: the model's (or --mamba-cache-dtype), and fp32 (or --mamba-ssm-cache-dtype).
+
+    Written out here because vLLM's own function takes no dtype of the recurrent state up to 0.23.
+    """
+    cache, model = vllm_config.cache_config, vllm_config.model_config.dtype
+    window, recurrent = cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+    return (
+        model if window == "auto" else getattr(torch, window),
+        torch.float32 if recurrent == "auto" else getattr(torch, recurrent),
     )
-    return dtypes
 
 
 def latent_page_bytes(text: TextConfig, vllm_config: Any) -> int:

@@ -1,0 +1,135 @@
+"""What this wheel does not serve beyond what none does, and what it settles for vllm-ascend, before weights load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from k3_ascend import experts, versions
+from k3_ascend.generation import Generation
+from k3_core.checkpoint import expert_width
+from k3_core.config import K3Config
+from k3_core.errors import ConfigError
+from k3_core.vllm.serving.cache import state_dtypes, state_shapes
+from k3_core.vllm.serving.limits import ServingHook, on_cpu
+
+logger = logging.getLogger("vllm.plugins.k3")
+
+#: The block sizes of vllm-ascend's MLA backend are multiples of this.
+KERNEL_BLOCK = 128
+#: Rows of one request that the MLA backend verifies at most.
+MOST_QUERIES = 16
+
+
+class AscendHook(ServingHook):
+    """vLLM's configuration hook for this wheel's models."""
+
+    wheel = "k3-ascend"
+
+    @classmethod
+    def device_reasons(cls, vllm_config: Any, config: K3Config) -> Iterator[str]:
+        """Versions, paths and settings of vllm-ascend that do not fit this model."""
+        from k3_ascend import dispatch
+
+        mismatch = versions.mismatch()
+        if mismatch:
+            yield mismatch
+        yield from _setting_reasons(vllm_config)
+        yield from _page_reasons(vllm_config, config)
+        try:
+            form = _expert_form(vllm_config, config, dispatch.generation())
+        except ConfigError as error:
+            yield str(error)
+        else:
+            logger.info("Kimi K3: routed experts as %s on %s", form, dispatch.generation().value)
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: Any) -> None:
+        """See :meth:`ServingHook.verify_and_update_config`; then settle how graphs are captured."""
+        super().verify_and_update_config(vllm_config)
+        if not on_cpu():
+            settle_graphs(vllm_config)
+
+
+def _setting_reasons(vllm_config: Any) -> Iterator[str]:
+    extra = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+    if int(extra.get("enable_fused_mc2", 0) or 0) or _environment("VLLM_ASCEND_ENABLE_FUSED_MC2"):
+        yield "enable_fused_mc2 computes SwiGLU inside its operator, K3's experts use SiTU; set it to 0"
+    if _sequence_parallel(vllm_config):
+        yield "sequence parallelism (VLLM_ASCEND_ENABLE_FLASHCOMM1, enable_sp) is not supported; switch it off"
+    if extra.get("multistream_overlap_gate") or extra.get("multistream_overlap_shared_expert"):
+        yield "multistream overlap belongs to vllm-ascend's own expert layer, which is not used; leave it out"
+    if extra.get("enable_shared_expert_dp"):
+        yield "enable_shared_expert_dp is not supported; leave it out"
+    if (extra.get("xlite_graph_config") or {}).get("enabled"):
+        yield "xlite graphs are not supported; leave out xlite_graph_config"
+    if extra.get("finegrained_tp_config"):
+        yield "finegrained_tp_config is not supported; leave it out"
+    if vllm_config.num_speculative_tokens + 1 > MOST_QUERIES:
+        yield f"vllm-ascend's MLA verifies at most {MOST_QUERIES - 1} draft tokens; lower num_speculative_tokens"
+    cache = vllm_config.cache_config
+    block = cache.block_size if getattr(cache, "user_specified_block_size", False) else None
+    if block is not None and block % KERNEL_BLOCK:
+        yield f"--block-size {block} is not a multiple of {KERNEL_BLOCK}, which vllm-ascend's MLA needs; leave it out"
+
+
+def _page_reasons(vllm_config: Any, config: K3Config) -> Iterator[str]:
+    """vllm-ascend 0.23 needs the recurrent state of a request to fill whole kernel blocks of latent rows."""
+    text, size = config.text, vllm_config.parallel_config.tensor_parallel_size
+    _, shape = state_shapes(text, size, 0)
+    state = prod(shape) * state_dtypes(vllm_config)[1].itemsize
+    block = KERNEL_BLOCK * text.kv_lora_rank * vllm_config.model_config.dtype.itemsize
+    if state % block:
+        yield (
+            f"a rank's recurrent state of {state} bytes is not a multiple of {block} bytes of latent rows, which "
+            f"vllm-ascend 0.23 needs; use fewer ranks than --tensor-parallel-size {size}, or fp32 states"
+        )
+
+
+def _expert_form(vllm_config: Any, config: K3Config, generation: Generation) -> str:
+    """The form of the routed experts' weights. Raises ConfigError for one that cannot be used."""
+    size = vllm_config.parallel_config.tensor_parallel_size
+    ep = size if vllm_config.parallel_config.enable_expert_parallel and size > 1 else 1
+    width, _ = expert_width(config, size, ep)
+    extra = vllm_config.additional_config
+    want = extra.get("k3_experts") if isinstance(extra, dict) else None
+    return experts.choose(want, config.quantization is not None, generation, (config.text.expert_hidden_size, width))
+
+
+def _sequence_parallel(vllm_config: Any) -> bool:
+    from vllm_ascend import envs
+
+    passes = vllm_config.compilation_config.pass_config
+    return bool(getattr(passes, "enable_sp", False)) or bool(getattr(envs, "VLLM_ASCEND_ENABLE_FLASHCOMM1", False))
+
+
+def _environment(name: str) -> int:
+    import os
+
+    return int(os.environ.get(name, "0") or 0)
+
+
+def settle_graphs(vllm_config: Any) -> None:
+    """Decode steps are captured whole, other steps run eagerly; nothing is traced by a compiler.
+
+    Without Triton kernels the contracts serve, which read sizes back to the host and cannot be captured: then all
+    steps run eagerly, and the log says so.
+    """
+    from vllm.config import CompilationMode
+    from vllm.config.compilation import CUDAGraphMode
+
+    from k3_ascend import dispatch
+
+    compilation = vllm_config.compilation_config
+    compilation.mode = CompilationMode.NONE
+    if vllm_config.model_config.enforce_eager:
+        return
+    ready, why = dispatch.triton_ready()
+    if ready:
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        return
+    logger.warning("Kimi K3: no ACL graphs, all steps run eagerly: %s", why)
+    vllm_config.model_config.enforce_eager = True
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
