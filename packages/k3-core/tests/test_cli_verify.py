@@ -167,3 +167,27 @@ def test_headers_are_checked_first_and_json_says_why(folder: Path) -> None:
 def test_notes_that_cannot_be_written_do_not_stop_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     assert verify(folder)[0] == 0
+
+
+def test_an_index_of_another_size_is_said(folder: Path) -> None:
+    assert verify(folder)[1]["warnings"] == []
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["metadata"]["total_size"] += 2
+    path.write_text(json.dumps(index))
+    code, report = verify(folder)
+    (warning,) = report["warnings"]
+    assert code == 0, "every tensor is there"
+    assert str(index["metadata"]["total_size"]) in warning
+    assert str(report["bytes"]) in warning
+
+
+def test_a_shard_that_the_index_does_not_name_is_said(folder: Path) -> None:
+    shutil.copy(next(folder.glob("*.safetensors")), folder / "model-00099-of-000099.safetensors")
+    code, report = verify(folder)
+    assert code == 0
+    assert report["warnings"] == [
+        "model-00099-of-000099.safetensors: not named by the index and not read; remove what is left over"
+    ]
+    done = CliRunner().invoke(app, ["verify", str(folder)])
+    assert "warning: model-00099" in done.stdout.replace("\n", "")

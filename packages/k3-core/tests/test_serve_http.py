@@ -134,6 +134,23 @@ def test_an_unusable_picture_is_the_clients_error(what: str, client: Any, server
     assert re.search("(?i)image|URL", caught.value.message), caught.value
 
 
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
+
+
+@pytest.mark.parametrize("data", [b"no picture", SVG], ids=["junk", "SVG"])
+def test_what_is_no_picture_is_told_the_formats(data: bytes, client: Any, server: Server) -> None:
+    messages = ask("?", image_part("data:image/png;base64," + base64.b64encode(data).decode()))
+    with pytest.raises(openai.BadRequestError, match=r"unknown format or damaged; formats: PNG, JPEG.*SVG") as caught:
+        client.chat.completions.create(model=server.name, messages=messages, max_tokens=2)
+    assert "0x" not in caught.value.message
+
+
+def test_a_conversation_without_messages_is_refused(client: Any, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="messages is empty") as caught:
+        client.chat.completions.create(model=server.name, messages=[], max_tokens=2)
+    assert caught.value.status_code == 400
+
+
 def test_video_is_refused(client: Any, server: Server) -> None:
     part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
     with pytest.raises(openai.BadRequestError, match=r"(?i)video"):

@@ -65,6 +65,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantization": ({"quantization": "fp8"}, "--quantization"),
     "processor options": ({"mm_processor_kwargs": {"max_pixels": 1}}, "--mm-processor-kwargs"),
     "image embeddings": ({"enable_mm_embeds": True}, "--enable-mm-embeds"),
+    "micro-batches": ({"enable_dbo": True}, "--enable-dbo"),
     "dummy weights": ({"load_format": "dummy"}, "k3 tiny"),
 }
 

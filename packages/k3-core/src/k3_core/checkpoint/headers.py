@@ -96,6 +96,15 @@ def _check_cover(tensors: list[StoredTensor], shard: str, data: int, size: int) 
         raise CheckpointError(f"{shard}: {size - position} bytes follow its last tensor; the file is damaged")
 
 
+def stated_size(folder: Path) -> int | None:
+    """The bytes of tensor data that the index states (`metadata.total_size`), or None where it states none."""
+    try:
+        size = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))["metadata"]["total_size"]
+        return int(size)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 def read_index(folder: Path) -> dict[str, str] | None:
     """The index's weight_map (tensor name -> file name), or None for a checkpoint of one `model.safetensors`.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from k3_core.checkpoint.a_log import a_log_shape_fits, normalize_a_log
-from k3_core.checkpoint.headers import SINGLE_NAME, StoredTensor, read_header, read_index
+from k3_core.checkpoint.headers import SINGLE_NAME, StoredTensor, read_header, read_index, stated_size
 from k3_core.checkpoint.names import canonical_name
 from k3_core.checkpoint.table import TensorSpec, tensor_table
 from k3_core.config import K3Config, load_config
@@ -21,11 +21,17 @@ _SMALL = (".A_log", ".dt_bias", "conv1d.weight", ".o_norm.weight", ".e_score_cor
 
 
 class Manifest(Mapping[str, StoredTensor]):
-    """Released name -> where and how the tensor is stored, for a checkpoint whose headers have been verified."""
+    """Released name -> where and how the tensor is stored, for a checkpoint whose headers have been verified.
 
-    def __init__(self, folder: Path, config: K3Config, tensors: dict[str, StoredTensor]) -> None:
+    ``warnings``: sentences about what is odd in the folder although every tensor is there as it must be.
+    """
+
+    def __init__(
+        self, folder: Path, config: K3Config, tensors: dict[str, StoredTensor], warnings: tuple[str, ...] = ()
+    ) -> None:
         self.folder = folder
         self.config = config
+        self.warnings = warnings
         self._tensors = tensors
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -98,7 +104,22 @@ def verify_headers(path: str | Path, config: K3Config | None = None) -> Manifest
     found = _by_released_name(stored, weight_map, table, parsed, problems)
     _compare(found, table, parsed, problems)
     problems.raise_if_any()
-    return Manifest(folder, parsed, found)
+    return Manifest(folder, parsed, found, tuple(_oddities(folder, weight_map, stored)))
+
+
+def _oddities(folder: Path, weight_map: dict[str, str] | None, stored: list[StoredTensor]) -> Iterator[str]:
+    """What does not keep the checkpoint from being read, but is not what a whole download looks like."""
+    total, stated = sum(tensor.nbytes for tensor in stored), stated_size(folder)
+    if weight_map is not None and stated is not None and stated != total:
+        yield (
+            f"the index states total_size = {stated}, its shards hold {total} bytes of tensors; every tensor is there, "
+            "so the index was written for other files or by a faulty converter"
+        )
+    named = {SINGLE_NAME} if weight_map is None else set(weight_map.values())
+    extra = sorted(file.name for file in folder.glob("*.safetensors") if file.name not in named)
+    if extra:
+        more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
+        yield f"{', '.join(extra[:SHOWN])}{more}: not named by the index and not read; remove what is left over"
 
 
 def _read_shards(folder: Path, weight_map: dict[str, str] | None, problems: _Problems) -> list[StoredTensor]:

@@ -33,7 +33,7 @@ def verify(
 
     Headers alone take seconds. --full reads the files at the disk's speed; an interrupted run goes on where it stopped.
     """
-    report: dict[str, Any] = {"path": str(path), "ok": False, "problems": []}
+    report: dict[str, Any] = {"path": str(path), "ok": False, "problems": [], "warnings": []}
     try:
         manifest = verify_headers(path, load_config(path))
     except K3Error as error:
@@ -41,6 +41,7 @@ def verify(
             raise
         output.emit(report | {"problems": [str(error)]})
         raise typer.Exit(1) from error
+    report["warnings"] = list(manifest.warnings)
     report |= {"ok": True, "tensors": len(manifest), "bytes": manifest.total_bytes, "shards": len(manifest.by_shard())}
     if full:
         report |= _full(manifest, jobs, fresh, show=not as_json)
@@ -80,6 +81,8 @@ def _full(manifest: Manifest, jobs: int, fresh: bool, show: bool) -> dict[str, A
 
 def _say(path: Path, report: dict[str, Any], full: bool) -> None:
     output.say(f"{path}: headers of {report['tensors']:,} tensors in {report['shards']} shards match the configuration")
+    for warning in report["warnings"]:
+        output.say(f"warning: {warning}")
     if not full:
         return
     known = report["shards_known_good"]

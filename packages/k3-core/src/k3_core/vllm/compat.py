@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from k3_core.errors import UnsupportedError
+
 Undo = Callable[[], None]
 
 # ---------------------------------------------------------------------------------------------------- registration
@@ -365,7 +367,9 @@ def forward_metadata(prefix: str) -> Any | None:
     from vllm.forward_context import get_forward_context
 
     metadata = get_forward_context().attn_metadata
-    if isinstance(metadata, list):  # micro-batches, which the reference does not use
+    if isinstance(metadata, list):  # one entry a micro-batch
+        if len(metadata) > 1:  # refused at the start; the first entry alone would be wrong for the others
+            raise UnsupportedError("micro-batches are not supported; leave out --enable-dbo")
         metadata = metadata[0] if metadata else None
     if not isinstance(metadata, Mapping):
         return None

@@ -81,6 +81,9 @@ def not_now(vllm_config: Any, draftless: Sequence[str] = ()) -> Iterator[str]:
             f"draft models are not supported (speculative method {speculative.method!r}); "
             f"{instead} --speculative-config"
         )
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
+        yield "micro-batches (dual batch overlap) are not supported; leave out --enable-dbo and --ubatch-size"
     if vllm_config.kv_transfer_config is not None:
         yield "KV transfer (prefill/decode disaggregation, KV offload) is not supported; leave out --kv-transfer-config"
     if getattr(vllm_config.cache_config, "kv_offloading_size", None):
@@ -125,7 +128,13 @@ def verify_headers(vllm_config: Any) -> None:
     folder = Path(vllm_config.model_config.model)
     if not folder.is_dir():
         return
-    checkpoint.verify_headers(folder, load_config(compat.released_config(vllm_config.model_config)))
+    verify_folder(folder, load_config(compat.released_config(vllm_config.model_config)))
+
+
+def verify_folder(folder: Path, config: K3Config) -> None:
+    """Compare a folder's headers with ``config``; what is odd but harmless is logged. Raises CheckpointError."""
+    for warning in checkpoint.verify_headers(folder, config).warnings:
+        logger.warning("%s: %s", folder, warning)
 
 
 def _has_k3_vocabulary(config: K3Config) -> bool:

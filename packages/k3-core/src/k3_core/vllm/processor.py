@@ -141,6 +141,19 @@ class K3MultiModalProcessor(BaseMultiModalProcessor[K3ProcessingInfo]):
             data["input_ids"] = [self.info.get_tokenizer().encode(call.text, add_special_tokens=False)]
         return BatchFeature(data)
 
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's processing of one prompt.
+
+        Raises ImageError for the id of ``[PAD]`` beside an image: the released model embeds it as zeros there and as an
+        ordinary token without images, and vLLM embeds a step's requests together. No chat contains it.
+        """
+        result = super().apply(*args, **kwargs)
+        pad = getattr(self.info.get_hf_config(), "pad_token_id", None)
+        if result["mm_placeholders"].get("image") and pad is not None and pad in result["prompt_token_ids"]:
+            at = result["prompt_token_ids"].index(pad)
+            raise ImageError(f"the prompt holds pad_token_id = {pad} beside an image (position {at}); leave it out")
+        return result
+
     def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
         return False  # releases up to 0.27 ask; the pads are always inserted by the updates below
 

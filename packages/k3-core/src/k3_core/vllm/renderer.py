@@ -23,6 +23,7 @@ from k3_core.chat.options import ENCODE_OPTIONS, THINKING_OPTIONS
 from k3_core.chat.tools import drop_null_fields
 from k3_core.errors import ChatError, ConfigError, ImageError
 from k3_core.multimodal import MEDIA_PAD, image_prompt
+from k3_core.multimodal.loading import FORMATS
 from k3_core.vllm import compat
 from k3_core.vllm.processor import plain_image
 
@@ -55,6 +56,7 @@ class KimiK3Renderer(BaseRenderer):
 
         Raises ChatError (400 for the client) for a conversation or an option that cannot be encoded.
         """
+        _require_messages(messages)
         sent = chat.remember_fields(messages)
         with _clients_errors():
             conversation, mm_data, mm_uuids = compat.chat_utils().parse_chat_messages(
@@ -65,6 +67,7 @@ class KimiK3Renderer(BaseRenderer):
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         """See :meth:`render_messages`; encoding runs in the renderer's pool."""
+        _require_messages(messages)
         sent = chat.remember_fields(messages)
         with _clients_errors():
             conversation, mm_data, mm_uuids = await compat.chat_utils().parse_chat_messages_async(
@@ -126,8 +129,8 @@ def check_vocabulary(model_config: Any, tokenizer: chat.K3Tokenizer) -> None:
 def _clients_errors() -> Iterator[None]:
     """What vLLM up to 0.32 answers with 500 or 501 although the request is at fault: ImageError or ChatError (400).
 
-    Pictures that cannot be fetched, are no base64, lie on the server's own disk or are decompression bombs, and tool
-    call arguments nested deeper than Python's JSON reader goes.
+    Pictures that cannot be fetched, are no base64, lie on the server's own disk, are no pictures or are decompression
+    bombs, and tool call arguments nested deeper than Python's JSON reader goes.
     """
     try:
         yield
@@ -137,12 +140,25 @@ def _clients_errors() -> Iterator[None]:
         raise ImageError(f"the image is too large to decode, send a smaller one: {error}") from error
     except NotImplementedError as error:
         raise ImageError(f"the image's URL cannot be used: {error}") from error
+    except ValueError as error:
+        if "cannot identify image file" not in str(error):
+            raise
+        raise ImageError(
+            f"the image is of an unknown format or damaged; formats: {', '.join(FORMATS)} (a drawing such as SVG must "
+            "be rendered first)"
+        ) from error
     except RecursionError as error:
         raise ChatError("the arguments of a tool call in the messages are nested too deeply") from error
     except RuntimeError as error:
         if "local files" not in str(error):
             raise
         raise ImageError(f"the image cannot be read: {error}") from error
+
+
+def _require_messages(messages: Sequence[Any]) -> None:
+    """Raises ChatError (400) for a conversation without a message, which vLLM lets through."""
+    if not messages:
+        raise ChatError("messages is empty: a conversation needs at least one message")
 
 
 def _with_lost_fields(conversation: Sequence[Any], messages: Sequence[Any]) -> list[Any]:

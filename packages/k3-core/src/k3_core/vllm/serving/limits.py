@@ -17,7 +17,7 @@ from k3_core.config import K3Config, load_config
 from k3_core.errors import UnsupportedError
 from k3_core.vllm import compat
 from k3_core.vllm.layers.cache import latent_width
-from k3_core.vllm.limits import not_now
+from k3_core.vllm.limits import not_now, verify_folder
 
 #: Speculation without a draft model: proposals come from the text itself.
 DRAFTLESS = ("ngram", "suffix")
@@ -122,8 +122,6 @@ def _parallel_reasons(parallel: Any) -> Iterator[str]:
             yield f"context parallelism is not supported; set --{name.replace('_', '-')} 1"
     if getattr(parallel, "enable_eplb", False):
         yield "expert load balancing is not supported; leave out --enable-eplb"
-    if getattr(parallel, "enable_dbo", False):
-        yield "dual batch overlap is not supported; leave out --enable-dbo"
 
 
 def _verify_headers(vllm_config: Any, config: K3Config) -> None:
@@ -131,7 +129,7 @@ def _verify_headers(vllm_config: Any, config: K3Config) -> None:
     folder = Path(vllm_config.model_config.model)
     dummy = str(getattr(vllm_config.load_config, "load_format", "auto")) == "dummy"
     if folder.is_dir() and not dummy:
-        checkpoint.verify_headers(folder, config)
+        verify_folder(folder, config)
 
 
 def on_cpu() -> bool:
