@@ -28,6 +28,10 @@ PACKAGES = ("k3-core", "k3-nvidia", "k3-amd", "k3-ascend")
 CI_REQUIREMENTS = ["nox==2026.10.20", "build==1.6.1", "hatchling==1.33.0", "editables==0.6"]
 DEV = "dev.txt"
 
+# Compiled modules are written at the first import: without them each of the many processes that import vLLM compiles
+# torch and vLLM anew, which is longer than the rest of the import.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -61,6 +65,13 @@ ENVIRONMENTS = {
             finish="ascend/stubs.py",
         ),
         Environment("nvidia", None, ("triton.txt",), over="vllm-0.32.0"),
+        Environment(
+            "ascend-kernels",
+            None,
+            ("ascend-kernels.txt",),
+            over="kernels",
+            finish="ascend_kernels/install/llvm.py",
+        ),
     )
 }
 

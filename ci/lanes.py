@@ -150,7 +150,7 @@ def oldest_vllm(runs: Runs, name: str) -> None:
     """Loading only: the wheel imports, registers and resolves its classes beside a vLLM that knows no Kimi K3."""
     python = str(envs.ensure(name, dev=True))
     envs.install_wheels(name, envs.build_wheels())
-    runs.pytest(python, f"load {name}", *vllm_tests("test_vllm_registration.py", "test_vllm_versions.py"))
+    runs.pytest(python, f"load {name}", "-n2", *vllm_tests("test_vllm_registration.py", "test_vllm_versions.py"))
 
 
 def prepare(*environments: tuple[str, bool]) -> threading.Thread:
