@@ -3,7 +3,8 @@
 The vendor's ``model.py`` subclasses :class:`TextStack` and writes ``forward``; what each mix reads and where the bank
 is written is asked of ``k3_core.contracts.attn_res.Schedule``.
 
-Pipeline stages hand over (hidden_states, residual) = (prefix with the delta added, bank of the blocks written so far).
+Pipeline stages hand over (hidden_states, residual) = (prefix with the delta added, bank of the blocks written so far),
+and the auxiliary hidden states of the layers behind them, so that a draft on the last stage gets all of them.
 Auxiliary hidden states (for draft models) come in two readings: the prefix, or the mix that the next layer would see.
 """
 
@@ -80,6 +81,18 @@ class TextStack(Loadable, EagleModelMixin):
             bank[:, : self.stage.received_blocks] = intermediate["residual"]
         return prefix, bank
 
+    def received_auxiliary(self, intermediate: IntermediateTensors | None) -> list[Tensor]:
+        """Auxiliary hidden states that earlier stages handed over, in the order of their ids."""
+        if intermediate is None:
+            return []
+        return [intermediate[f"aux_{k}"] for k in sorted(self.aux_layers) if k < self.start_layer]
+
+    def hand_over(self, hidden: Tensor, residual: Tensor, aux: list[Tensor]) -> IntermediateTensors:
+        """What the next stage receives; ``aux`` are all auxiliary hidden states so far."""
+        ids = [k for k in sorted(self.aux_layers) if k < self.end_layer]
+        carried = {f"aux_{k}": state for k, state in zip(ids, aux, strict=True)}
+        return IntermediateTensors({"hidden_states": hidden, "residual": residual, **carried})
+
     def auxiliary(self, prefix: Tensor, delta: Tensor | None, bank: Tensor, mix: Mix, num_blocks: int) -> Tensor:
         """The auxiliary hidden state before a layer: the whole prefix, or its mix with the bank (no norm)."""
         whole = prefix.clone() if delta is None else prefix + delta
@@ -94,11 +107,10 @@ class TextStack(Loadable, EagleModelMixin):
         residual: tuple[int, ...] = (batch_size, hidden)
         if self.stage is not None:
             prefix, residual = self.stage.payload_shapes(batch_size, hidden)
+        shapes = {"hidden_states": prefix, "residual": residual}
+        shapes |= {f"aux_{k}": (batch_size, hidden) for k in self.aux_layers if k < self.start_layer}
         return IntermediateTensors(
-            {
-                "hidden_states": torch.zeros(prefix, dtype=dtype, device=device),
-                "residual": torch.zeros(residual, dtype=dtype, device=device),
-            }
+            {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
         )
 
     def own_layers(self) -> Iterator[tuple[int, Any]]:

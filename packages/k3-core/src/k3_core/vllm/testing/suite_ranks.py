@@ -162,6 +162,37 @@ class RankSuite(VendorSuite):
             # id 3: the prefix is the whole of block 1, not yet written
             assert not torch.allclose(readings["prefix"][2], readings["attn_res"][2])
 
+    @pytest.mark.parametrize("stream", ["prefix", "attn_res"])
+    def test_auxiliary_hidden_states_cross_the_edge_between_stages(
+        self, stream: str, thirteen: Path, prompt: torch.Tensor
+    ) -> None:
+        """Ids on both sides of the edge and on it; the last stage hands out all of them, as one stage alone does."""
+        whole, edge = Whole(thirteen), 7
+        ids = (2, edge - 1, edge, 12, 13)
+        model = self.one_rank(thirteen)
+        with groups(Group(), Group()):
+            model.set_aux_hidden_state_layers(ids)
+            model.model.aux_stream = stream
+            _, alone = forward(model, whole.embed(prompt))
+        hidden = whole.embed(prompt)
+        received: Any = None
+        for rank in range(2):
+            with groups(Group(), Group(2, rank)):
+                stage = build(self.vendor, settled(thirteen), whole.config)
+                fill(stage)
+                stage.set_aux_hidden_state_layers(ids)
+                stage.model.aux_stream = stream
+                assert edge in (stage.model.start_layer, stage.model.end_layer)
+                if received is not None:
+                    empty = stage.make_empty_intermediate_tensors(LENGTH, torch.float32, torch.device("cpu"))
+                    assert {n: t.shape for n, t in empty.items()} == {n: t.shape for n, t in received.items()}
+                    hidden = received["hidden_states"]
+                received = forward(stage, hidden, received)
+        _, over_stages = received
+        assert len(over_stages) == len(ids)
+        for got, want in zip(over_stages, alone, strict=True):
+            torch.testing.assert_close(got, want, **CLOSE)
+
     @pytest.mark.parametrize("preset", ["tiny", "linear"])
     @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 1), (4, 2)])
     def test_every_tensor_has_a_place_of_its_ranks_shape(
