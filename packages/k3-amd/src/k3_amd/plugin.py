@@ -1,4 +1,8 @@
-"""k3-amd's entry point in vLLM: Kimi K3 on AMD GPUs."""
+"""k3-amd's entry point in vLLM: Kimi K3 on AMD GPUs.
+
+It acts on vLLM's ROCm platform, or where ``K3_IMPL=amd`` asks for it (on a CPU, for tests). The ROCm builds of vLLM are
+not on the package index, so no requirement of this distribution names vLLM; its version is checked here, at run time.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,11 @@ from k3_amd import __version__
 CONTRACTS = frozenset({1})
 #: Releases of vLLM whose interfaces this wheel uses.
 VLLM = ">=0.33,<0.34"
+#: Architecture -> what vLLM imports when such a model is loaded.
+MODELS = {
+    "KimiK3ForConditionalGeneration": "k3_amd.model:KimiK3ForConditionalGeneration",
+    "KimiLinearForCausalLM": "k3_amd.model:KimiLinearForCausalLM",
+}
 
 
 def register() -> None:
@@ -21,10 +30,11 @@ def register() -> None:
             name="k3-amd",
             version=__version__,
             vendor="amd",
-            models={},
+            models=MODELS,
             contracts=CONTRACTS,
             vllm=VLLM,
             transformers=versions.CORE_TRANSFORMERS,
+            config_hook="k3_amd.limits:AmdHook",
         )
     except Exception as error:
         logging.getLogger("vllm.plugins.k3").error(

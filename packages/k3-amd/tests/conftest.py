@@ -1,0 +1,9 @@
+"""Puts this folder on the path so that tests can `import amd_support`; assertions of the shared suites are explained."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("k3_core.vllm.testing")
