@@ -1,0 +1,105 @@
+"""The lanes' data and their hardware part, as far as a machine without docker and accelerators can tell."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def tool(name: str) -> ModuleType:
+    """A module of ci/, which is no package."""
+    folder = str(ROOT / "ci")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+envs, hardware = tool("envs"), tool("hardware")
+IMAGES = sorted((ROOT / "ci" / "images").glob("*/Dockerfile"))
+
+
+def test_environments_are_whole() -> None:
+    for name, spec in envs.ENVIRONMENTS.items():
+        assert name == spec.name
+        assert [f for f in spec.requirements if not (envs.CONSTRAINTS / f).is_file()] == [], name
+        assert spec.over is None or spec.over in envs.ENVIRONMENTS, name
+        assert spec.finish is None or (ROOT / "ci" / spec.finish).is_file(), name
+
+
+def test_every_requirement_is_frozen() -> None:
+    for path in envs.CONSTRAINTS.glob("*.txt"):
+        lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
+        loose = [line for line in lines if line and not re.match(r"[\w.\[\]-]+==[\w.+!-]+|--\w|https?://", line)]
+        assert loose == [], path.name
+
+
+def test_compiled_modules_are_written() -> None:
+    """Each of many processes would compile torch and vLLM anew."""
+    program = f"import sys, os; sys.path.insert(0, {str(ROOT / 'ci')!r}); import envs; print(sorted(os.environ))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True
+    )
+    assert "PYTHONDONTWRITEBYTECODE" not in done.stdout
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.parent.name)
+def test_an_image_runs_its_session(path: Path) -> None:
+    text = path.read_text()
+    vendor = path.parent.name
+    assert vendor in hardware.DEVICES
+    assert f"def test_{vendor}(" in (ROOT / "noxfile.py").read_text()
+    assert f'"ci", "test-{vendor}"' in text
+    assert "--require-gpu" in text
+    (base,) = re.findall(r"^FROM (\S+)$", text, re.M)
+    assert ":" in base, "an image is named with its version"
+    assert not base.endswith(":latest")
+
+
+def fake_engine(folder: Path, fails: str = "") -> Path:
+    """A docker that writes down what it is asked and sees whether its build context is a tree of this repository."""
+    log = folder / "log"
+    script = folder / "docker"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\n[ "$1" = "{fails}" ] && exit 3\n'
+        f'for last; do :; done\n[ "$1" = build ] && [ ! -f "$last/noxfile.py" ] && exit 4\nexit 0\n'
+    )
+    script.chmod(0o755)
+    return log
+
+
+@pytest.fixture
+def git_tree() -> None:
+    if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("not a git checkout")
+
+
+@pytest.mark.usefixtures("git_tree")
+def test_an_image_is_built_from_the_committed_tree_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = fake_engine(tmp_path)
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: str(tmp_path / "docker") if name == "docker" else None)
+    assert hardware.run_in_image("nvidia") == 0
+    build, run = log.read_text().splitlines()
+    assert build.startswith("build -t k3-nvidia-lane -f ")
+    assert run == "run --rm --gpus all --ipc host k3-nvidia-lane"
+
+
+@pytest.mark.usefixtures("git_tree")
+def test_a_failed_build_is_the_lanes_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = fake_engine(tmp_path, fails="build")
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: str(tmp_path / "docker"))
+    assert hardware.run_in_image("nvidia") == 3
+    assert len(log.read_text().splitlines()) == 1
+
+
+def test_without_docker_the_flag_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match="neither docker nor podman"):
+        hardware.run_in_image("nvidia")
