@@ -168,13 +168,14 @@ class FakeDevice:
         return self.stream
 
     def get_current_target(self) -> Any:
+        from triton.backends import backends
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("npu", "Ascend910B3", 0) if "ascend" in backends else GPUTarget("cuda", 90, 32)
 
     def compile(self, src: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
         self.compiled.append((src.fn.__name__, dict(src.signature)))
-        return FakeCompiled(self, src.fn)
+        return FakeCompiled(self, src.fn, dict(src.constants))
 
 
 class FakeCompiled:
@@ -182,8 +183,8 @@ class FakeCompiled:
 
     function = packed_metadata = None
 
-    def __init__(self, device: FakeDevice, fn: Any) -> None:
-        self.device, self.fn = device, fn
+    def __init__(self, device: FakeDevice, fn: Any, constants: dict[Any, Any]) -> None:
+        self.device, self.fn, self.constants = device, fn, constants
 
     def _init_handles(self) -> None:
         pass
@@ -199,40 +200,68 @@ class FakeCompiled:
 
     def run(self, x: int, y: int, z: int, stream: int, _f: Any, _p: Any, _m: Any, _e: Any, _x: Any, *args: Any) -> None:
         self.device.streams.append(stream)
+        if len(args) < len(self.fn.arg_names):  # before 3.3 launchers take no constexprs
+            rest = iter(args)
+            args = tuple(self.constants[p.name] if p.is_constexpr else next(rest) for p in self.fn.params)
+            assert next(rest, None) is None
         interpret(self.fn, (x, y, z), args)
 
 
 def interpret(fn: Any, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
-    """Run a JIT function's Python source in Triton's interpreter, on the tensors themselves (no copies)."""
-    from triton.runtime.interpreter import GridExecutor
+    """Run a JIT function's Python source in Triton's interpreter, on the tensors themselves (no copies).
 
-    class InPlace(GridExecutor):
+    AssertionError, instead of a crash, where a load or a store leaves the allocations of the arguments.
+    """
+    from triton.runtime import interpreter
+
+    class InPlace(interpreter.GridExecutor):
         def _init_args_hst(self, args_dev: Any, kwargs: Any) -> Any:
             return list(args_dev), dict(kwargs)
 
         def _restore_args_dev(self, *_: Any) -> None:
             pass
 
-    InPlace(fn.fn, fn.arg_names, grid)(*args)
+    storages = [a.untyped_storage() for a in args if isinstance(a, Tensor)]
+    ranges = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
+    builder = interpreter.interpreter_builder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def guard(pointers: Any, mask: Any) -> None:
+        addresses = pointers.data[mask.data.astype(bool)].astype("uint64")
+        inside = sum(((addresses >= begin) & (addresses < end)).astype(int) for begin, end in ranges)
+        assert (inside > 0).all() if len(addresses) else True, "an access outside every allocation"
+
+    def guarded_load(ptrs: Any, mask: Any, *rest: Any) -> Any:
+        guard(ptrs, mask)
+        return load(ptrs, mask, *rest)
+
+    def guarded_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        guard(ptrs, mask)
+        return store(ptrs, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = guarded_load, guarded_store
+    try:
+        InPlace(fn.fn, fn.arg_names, grid)(*args)
+    finally:
+        builder.create_masked_load, builder.create_masked_store = load, store
 
 
 @contextmanager
 def fake_triton(monkeypatch: Any) -> Iterator[FakeDevice]:
     """Triton's JIT on a fake device for the length of a test; compiled kernels of the state copy are forgotten."""
     import triton
-    from triton.runtime import driver
 
     from k3_ascend.kernels import state_copy as kernels
 
     device = FakeDevice()
+    driver = SimpleNamespace(active=device)
     monkeypatch.setattr(triton.compiler, "compile", device.compile)
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    monkeypatch.setattr(triton.runtime.jit, "driver", driver)
     forget(kernels)
-    before = driver.active
-    driver.set_active(device)
     try:
         yield device
     finally:
-        driver.set_active(before) if before is not None else driver.reset_active()
         forget(kernels)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_state_copy_support import SHAPE, Layer, Recorder, bits, cache_of, gathered, publish, whole
+from ascend_support import has_npu
 
 from k3_ascend import state_copy
 from k3_ascend.state_copy import configuration, operators
@@ -440,6 +441,8 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     forward_context = pytest.importorskip("vllm.forward_context")
     from types import SimpleNamespace
 
+    if not has_npu():  # Dynamo asks for the accelerator's stream, which a machine without a driver cannot give
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     layers: dict[str, Any] = {}
     fake = SimpleNamespace(no_compile_layers=layers, attn_metadata=None)
     monkeypatch.setattr(forward_context, "_forward_context", fake)

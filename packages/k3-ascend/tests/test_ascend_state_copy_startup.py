@@ -243,7 +243,7 @@ def test_a_jit_hook_that_appears_is_not_sealed() -> None:
 def test_a_pre_run_hook_is_not_sealed() -> None:
     compiler = Recorder()
     compiler.launch_hook = "a pre-run hook"
-    with pytest.raises(RuntimeError, match="hook appeared.*pre-run"):
+    with pytest.raises(RuntimeError, match=r"hook appeared.*pre-run"):
         start(layers_of(cache_of()), compiler)
 
 

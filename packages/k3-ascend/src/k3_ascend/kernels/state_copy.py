@@ -18,8 +18,6 @@ bytes of a bool tensor), all but ``cache`` contiguous. PAGE and the run strides 
 # Device functions have no Python types: their arguments are pointers and blocks.
 # mypy: allow-untyped-defs, disable-error-code=assignment
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -102,14 +102,15 @@ class _ContractLaunch:
 class TritonCompiler:
     """Triton (triton-ascend 3.2 on an NPU; upstream releases on other devices, where the same sources are tried).
 
-    programs: most programs of a grid; None asks the driver for the vector cores.
+    programs: most programs of a grid; None asks the driver for the vector cores. block: elements a task of the dense
+    kernels moves, a power of two.
     """
 
-    def __init__(self, programs: int | None = None) -> None:
+    def __init__(self, programs: int | None = None, block: int = BLOCK) -> None:
         import triton
         from triton.runtime import driver
 
-        self._triton, self._driver, self._programs = triton, driver, programs
+        self._triton, self._driver, self._programs, self._block = triton, driver, programs, block
         release = tuple(int(part) for part in triton.__version__.split(".")[:2])
         #: Launchers take the constexprs too since 3.3, before that only the other arguments.
         self._passes_constexprs = release >= (3, 3)
@@ -118,7 +119,7 @@ class TritonCompiler:
         self, variant: Variant, layout: Layout, cache: Tensor, indices: Tensor, flags: Tensor, packed: Tensor
     ) -> Launch:
         """See Compiler. RuntimeError if a JIT hook swallowed the compilation."""
-        kernel, constants = _kernel(variant, layout)
+        kernel, constants = _kernel(variant, layout, self._block)
         arguments = _arguments(variant, cache, indices, flags, packed)
         compiled = kernel[(1,)](*arguments, 1, **constants)
         if compiled is None:
@@ -131,7 +132,7 @@ class TritonCompiler:
             kernel,
             compiled,
             tuple(constants.values()) if self._passes_constexprs else (),
-            _tasks(variant, layout),
+            _tasks(layout, self._block),
             self._programs or self._cores(cache.device),
             tuple(kernel.pre_run_hooks),
             self._driver,
@@ -204,26 +205,25 @@ def _arguments(
     return cache, indices, flags.view(torch.int8), packed
 
 
-def _kernel(variant: Variant, layout: Layout) -> tuple[Any, dict[str, int | bool]]:
+def _kernel(variant: Variant, layout: Layout, block: int = BLOCK) -> tuple[Any, dict[str, int | bool]]:
     """The kernel of a variant and its constexprs, in the order of its parameters."""
     from k3_ascend.kernels import state_copy as kernels
 
     slots = {"NUM_SLOTS": layout.shape[0], "PAGE": layout.stride[0]}
     if layout.dense:
-        dense = {**slots, "PAYLOAD": layout.payload, "BLOCK": BLOCK}
+        dense = {**slots, "PAYLOAD": layout.payload, "BLOCK": block}
         if variant.direction is Direction.SCATTER:
             return kernels.scatter_pages, dense
         return kernels.gather_pages, {**dense, "CLEAR": variant.kind is PlanKind.FUSED}
     (h, v, k), strides = layout.shape[1:], layout.stride[1:]
     runs = {"H": h, "V": v, "K": k, "H_STRIDE": strides[0], "V_STRIDE": strides[1], "K_STRIDE": strides[2]}
-    block = 1 << (k - 1).bit_length()
     kernel = kernels.gather_runs if variant.direction is Direction.GATHER else kernels.scatter_runs
-    return kernel, {**slots, **runs, "BLOCK": block}
+    return kernel, {**slots, **runs, "BLOCK": 1 << (k - 1).bit_length()}
 
 
-def _tasks(variant: Variant, layout: Layout) -> int:
+def _tasks(layout: Layout, block: int) -> int:
     """Tasks of one row."""
-    return -(-layout.payload // BLOCK) if layout.dense else layout.shape[1] * layout.shape[2]
+    return -(-layout.payload // block) if layout.dense else layout.shape[1] * layout.shape[2]
 
 
 def default(device: torch.device) -> Compiler:

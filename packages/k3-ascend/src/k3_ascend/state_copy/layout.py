@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from k3_ascend.generation import of_number
+from k3_core.errors import UnsupportedError
+
 #: Bytes of the alignment class that compilers specialise on.
 ALIGNMENT = 16
 #: Element types of the fused plan.
 FUSED_DTYPES = (torch.float32, torch.bfloat16)
-#: SoC version of torch_npu.npu.get_soc_version() to generation (the ranges are vllm_ascend.utils' own).
-_SOC_VERSIONS = {"310P": range(200, 206), "A2": range(220, 226), "A3": range(250, 256), "950": range(260, 261)}
 #: Integer of each element size in bytes, to move elements as bits.
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -125,13 +126,16 @@ def choose(layout: Layout, generation: str) -> Choice:
 
 
 def generation(device: torch.device) -> str:
-    """ "A2", "A3", "950" or "310P" of an NPU; the device type of anything else; "soc<n>" for an NPU not known here."""
+    """ "A2", "A3" or "950" of an NPU, "soc<n>" of one not known here; the device type of anything else."""
     if device.type != "npu":
         return device.type
     import torch_npu
 
-    version = int(torch_npu.npu.get_soc_version())
-    return next((name for name, versions in _SOC_VERSIONS.items() if version in versions), f"soc{version}")
+    number = int(torch_npu.npu.get_soc_version())
+    try:
+        return of_number(number).value
+    except UnsupportedError:
+        return f"soc{number}"
 
 
 def check_metadata(cache: Tensor, indices: Tensor) -> None:
