@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3_ascend.kernels import checks
+from k3_ascend.kernels import checks, warmup
 from k3_ascend.kernels.launch import launch, programs_for
 from k3_core.operators import CallSpec
 
@@ -28,7 +28,7 @@ from k3_core.operators import CallSpec
 MAX_HIDDEN = 8192
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_blocks", "write_block"])
 def attn_res_kernel(
     out_ptr, prefix_ptr, delta_ptr, bank_ptr, norm_ptr, proj_ptr, out_norm_ptr,
     tokens, num_blocks, write_block, prefix_stride, delta_stride, bank_stride, block_stride, eps, out_eps,
@@ -135,13 +135,13 @@ def _check(prefix: Tensor, delta: Tensor | None, bank: Tensor, num_blocks: int, 
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
-    """With and without delta, bank write and norm, as a decoder calls it; block counts are no variant."""
-    from k3_ascend.kernels import warmup
-
-    calls = [(True, False), (True, True), (False, False)]
+    """As a decoder calls it: with and without delta, bank write and norm. Token and block counts are no variant."""
+    text = warmup.text_of(config)
+    if text.attn_res_block_size is None:
+        return []
     return [
-        {"operator": "attn_res", "tokens": tokens, "hidden": config.text.hidden_size, "delta": delta, "write": write,
-         "dtype": torch.bfloat16}
-        for delta, write in calls
-        for tokens in warmup.row_classes(limits)
-    ]  # fmt: skip
+        {"operator": "attn_res", "hidden": text.hidden_size, "delta": delta, "write": write, "norm": norm}
+        for delta in (True, False)
+        for write in (True, False)
+        for norm in (True, False)
+    ]

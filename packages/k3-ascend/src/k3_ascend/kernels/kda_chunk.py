@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def operands_kernel(
     q_ptr, k_ptr, g_ptr, chunk_ptr, norm_ptr, qg_ptr, kend_ptr, kg_ptr, gamma_ptr,
     q_stride, k_stride, chunks, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
@@ -74,7 +74,7 @@ def _rows(ptr, stride, first, count, ROWS: tl.constexpr, D: tl.constexpr):
     return tl.load(at, mask=(i < count)[:, None], other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def far_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, chunk_ptr, norm_ptr, m_ptr, a_ptr,
     q_stride, k_stride, beta_stride, chunks, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
@@ -122,7 +122,7 @@ def far_kernel(
         tl.store(a_ptr + tile, (A * columns * q_norm[:, None]).to(tl.bfloat16))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def near_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, chunk_ptr, norm_ptr, m_ptr, a_ptr,
     q_stride, k_stride, beta_stride, chunks, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
@@ -162,7 +162,7 @@ def near_kernel(
         tl.store(a_ptr + tile, (A * columns[None, :] * q_norm[:, None]).to(tl.bfloat16))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def inverse_kernel(m_ptr, beta_ptr, chunk_ptr, x_ptr, beta_stride, chunks, N: tl.constexpr, C: tl.constexpr):
     """Items (chunk, head): X = ((I + M)^-1 diag(beta))^T, fp32, by forward substitution.
 
@@ -186,7 +186,7 @@ def inverse_kernel(m_ptr, beta_ptr, chunk_ptr, x_ptr, beta_stride, chunks, N: tl
         tl.store(x_ptr + place + c[:, None] * C + c[None, :], X)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def corrected_kernel(
     x_ptr, kg_ptr, v_ptr, chunk_ptr, u_ptr, w_ptr, v_stride, chunks, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr
 ):
@@ -208,7 +208,7 @@ def corrected_kernel(
         tl.store(u_ptr + tile, tl.dot(T, v.to(tl.float32), input_precision="ieee"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_stride", "sequences"])
 def states_kernel(
     u_ptr, w_ptr, qg_ptr, kend_ptr, a_ptr, gamma_ptr, chunk_ptr, sequence_ptr, state_ptr, slot_ptr, init_ptr, out_ptr,
     out_stride, state_stride, slot_stride, sequences, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3_ascend.kernels import checks
+from k3_ascend.kernels import checks, warmup
 from k3_ascend.kernels.device import gate
 from k3_ascend.kernels.kda_plan import CHUNK, PrefillPlan
 from k3_ascend.kernels.launch import launch, programs_for
@@ -26,7 +26,7 @@ from k3_core.operators import CallSpec
 HEADS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "tokens", "heads"])
 def kda_gate_kernel(
     z_ptr, a_log_ptr, dt_bias_ptr, out_ptr, chunk_ptr, lower_bound, z_stride, chunks, tokens, heads,
     BOUNDED: tl.constexpr, SUM: tl.constexpr, CHUNK: tl.constexpr, HB: tl.constexpr, D: tl.constexpr,
@@ -126,12 +126,5 @@ def _check(op: str, z: Tensor, a_log: Tensor, dt_bias: Tensor, out: Tensor | Non
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
-    """The gate of one token a row (decode); the cumulative gate is warmed up by kda_prefill."""
-    from k3_ascend.kernels import warmup
-
-    la = config.text.linear_attn
-    return [
-        {"operator": "kda_gate", "tokens": tokens, "heads": warmup.local_heads(config, limits), "dim": la.head_dim,
-         "lower_bound": la.gate_lower_bound, "dtype": torch.bfloat16}
-        for tokens in warmup.row_classes(limits)
-    ]  # fmt: skip
+    """The gate alone; the cumulative gate is warmed up by kda_prefill."""
+    return [{"operator": "kda_gate", "tokens": 2, **warmup.gate(config, limits)}]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3_ascend.kernels import checks
+from k3_ascend.kernels import checks, warmup
 from k3_ascend.kernels.kda_chunk import (
     corrected_kernel,
     far_kernel,
@@ -148,12 +148,6 @@ def _check(
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
-    """Batches that together reach every variant: one chunk, several, several sequences, counts of 16."""
-    from k3_ascend.kernels import warmup
-
-    la = config.text.linear_attn
-    shape = {"heads": warmup.local_heads(config, limits), "dim": la.head_dim, "lower_bound": la.gate_lower_bound,
-             "dtype": torch.bfloat16}  # fmt: skip
-    batches = [(1,), (65,), (16 * CHUNK,), (1, 65), (16,) * 16, (1,) * 17]
-    fitting = [b for b in batches if sum(b) <= limits.max_num_batched_tokens and len(b) <= limits.max_num_seqs]
-    return [{"operator": "kda_prefill", "lengths": b, **shape} for b in fitting]
+    """A batch of two sequences, for both types of indices. Lengths are no variant."""
+    shape = warmup.gate(config, limits)
+    return [{"operator": "kda_prefill", "index": i, **shape} for i in (torch.int32, torch.int64)]

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3_ascend.kernels import checks
+from k3_ascend.kernels import checks, warmup
 from k3_ascend.kernels.device import gate as log_decay
 from k3_ascend.kernels.gated_norm import gated_norm
 from k3_ascend.kernels.launch import launch, programs_for
@@ -34,7 +34,7 @@ BLOCK = 32
 FLOATS = (torch.bfloat16, torch.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_stride", "slot_column_stride", "sequences"])
 def kda_recurrent_kernel(
     qkv_ptr, z_ptr, beta_ptr, a_log_ptr, dt_bias_ptr, state_ptr, slot_ptr, accepted_ptr, cu_ptr, o_ptr,
     lower_bound, qkv_stride, z_stride, beta_stride, state_stride, slot_stride, slot_column_stride, sequences,
@@ -209,15 +209,7 @@ def _check(
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
-    """Decode and, with drafts, verification at each class of row counts."""
-    from k3_ascend.kernels import warmup
-
-    la = config.text.linear_attn
-    shape = {"heads": warmup.local_heads(config, limits), "dim": la.head_dim, "lower_bound": la.gate_lower_bound,
-             "dtype": torch.bfloat16}  # fmt: skip
-    found: list[dict[str, Any]] = []
-    for rows in warmup.sequence_classes(limits):
-        found.append({"operator": "kda_decode", "rows": rows, "num_spec": limits.num_spec, **shape})
-        if limits.num_spec:
-            found.append({"operator": "kda_verify", "rows": rows, "num_spec": limits.num_spec, **shape})
-    return found
+    """Decode and, with drafts, verification, for both types of indices. Row counts are no variant."""
+    shape = {"num_spec": limits.num_spec, **warmup.gate(config, limits)}
+    operators = ("kda_decode", "kda_verify") if limits.num_spec else ("kda_decode",)
+    return [{"operator": op, "index": i, **shape} for op in operators for i in (torch.int32, torch.int64)]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3_ascend.kernels import checks
+from k3_ascend.kernels import checks, warmup
 from k3_ascend.kernels.device import sigmoid
 from k3_ascend.kernels.kda_plan import PrefillPlan, check_plan, plan_prefill
 from k3_ascend.kernels.launch import launch, programs_for
@@ -27,7 +27,7 @@ from k3_core.operators import CallSpec
 BLOCK = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_stride", "chunks"])
 def short_conv_kernel(
     x_ptr, taps_ptr, state_ptr, out_ptr, chunk_ptr, cu_ptr, slot_ptr, init_ptr,
     x_stride, out_stride, state_stride, column_stride, slot_stride, chunks, channels, BLOCK: tl.constexpr,
@@ -90,7 +90,7 @@ def short_conv_kernel(
                 tl.store(out_ptr + (first + r).to(tl.int64) * out_stride + c, zero, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_stride", "rows"])
 def step_conv_kernel(
     x_ptr, taps_ptr, state_ptr, out_ptr, cu_ptr, slot_ptr, accepted_ptr,
     x_stride, out_stride, state_stride, column_stride, slot_stride, rows, channels,
@@ -224,7 +224,6 @@ def step_conv(
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
-    """Warmed up together with kda_prefill, whose batches it shares."""
-    from k3_ascend.kernels import kda_prefill
-
-    return [{**p, "operator": "short_conv"} for p in kda_prefill.warmup_profiles(config, limits)]
+    """A batch of two sequences, for both types of indices. Lengths are no variant."""
+    shape = {"num_spec": limits.num_spec, **warmup.heads(config, limits)}
+    return [{"operator": "short_conv", "index": i, **shape} for i in (torch.int32, torch.int64)]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3_ascend.kernels import checks
+from k3_ascend.kernels import checks, warmup
 from k3_ascend.kernels.device import sigmoid, tanh
 from k3_ascend.kernels.launch import launch, programs_for
 from k3_core.operators import CallSpec
@@ -22,7 +22,7 @@ from k3_core.operators import CallSpec
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def situ_kernel(
     x_ptr, out_ptr, tokens, width, beta, linear_beta, x_stride, out_stride, LINEAR: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -65,12 +65,5 @@ def situ(x: Tensor, beta: float, linear_beta: float | None, *, out: Tensor | Non
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
-    """One variant a gated width (an integer that Triton may specialise on) and row count class."""
-    from k3_ascend.kernels import warmup
-
-    dtype = torch.bfloat16
-    return [
-        {"operator": "situ", "tokens": tokens, "width": width, "dtype": dtype}
-        for width in warmup.gated_widths(config, limits)
-        for tokens in warmup.row_classes(limits)
-    ]
+    """One for each width of a gated product. Row counts are no variant."""
+    return [{"operator": "situ", "width": width} for width in warmup.gated_widths(config, limits)]
