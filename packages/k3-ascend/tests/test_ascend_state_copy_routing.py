@@ -119,15 +119,6 @@ def test_the_signature_tells_apart_what_compiled_code_depends_on() -> None:
 @pytest.mark.parametrize(
     ("version", "name"),
     [(220, "A2"), (225, "A2"), (250, "A3"), (255, "A3"), (260, "950"), (200, "soc200"), (261, "soc261")],
-        (220, "A2"),
-        (225, "A2"),
-        (250, "A3"),
-        (255, "A3"),
-        (260, "950"),
-        (200, "soc200"),
-        (261, "soc261"),
-        (103, "soc103"),
-    ],
 )
 def test_generations_of_an_npu(monkeypatch: pytest.MonkeyPatch, version: int, name: str) -> None:
     import sys
