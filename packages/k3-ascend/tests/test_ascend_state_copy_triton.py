@@ -105,9 +105,10 @@ def no_jit(monkeypatch: pytest.MonkeyPatch) -> None:
         if hasattr(JITFunction, name):
             monkeypatch.setattr(JITFunction, name, refuse)
     for module in (triton, triton.compiler, triton.compiler.compiler):
-        for name in ("compile", "ASTSource", "make_backend"):
+        for name in ("compile", "make_backend"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, refuse)
+    monkeypatch.setattr(triton.compiler.ASTSource, "__init__", refuse)
     if hasattr(triton.compiler.compiler, "ast_to_ttir"):
         monkeypatch.setattr(triton.compiler.compiler, "ast_to_ttir", refuse)
 
