@@ -28,6 +28,7 @@ from k3_core.cli.plan import layouts, serve
 from k3_core.cli.plan.cache import cache_shape, latent_bytes, state_bytes
 from k3_core.cli.plan.command import RELEASED_CONFIG
 from k3_core.cli.plan.devices import DEVICES, GIB, device
+from k3_core.cli.plan.experts import expert_form
 from k3_core.cli.plan.layouts import Layout, Request
 from k3_core.cli.plan.weights import PARTS, WeightModel, part_of
 from k3_core.cli.tiny import rank_config
@@ -305,3 +306,17 @@ def test_device_table_is_complete() -> None:
     assert device("h200", memory_gib=100).memory == 100 * GIB
     with pytest.raises(ConfigError, match="--memory-gib must be positive"):
         device("h200", memory_gib=-1)
+
+
+@pytest.mark.parametrize(("ranks", "form"), [(1, "w4a8"), (4, "w4a8"), (8, "int8"), (16, "int8")])
+def test_ascend_experts_are_counted_in_the_form_they_are_served_in(ranks: int, form: str) -> None:
+    found = expert_form(RELEASED, DEVICES["ascend-a3"], ranks, upstream=False, floor=None)
+    assert (found.name, found.padded) == (form, 3072 // ranks)
+    released = expert_form(RELEASED, DEVICES["h200"], ranks, upstream=False, floor=None)
+    assert found.nbytes / released.nbytes == pytest.approx(1 if form == "w4a8" else 32 / 17, rel=0.03)
+
+
+def test_requantisation_is_said() -> None:
+    _, report = invoke("--gpu", "ascend-a3", "--nodes", "2", "--max-len", "32768", "--seqs", "8")
+    assert all(any("requantised" in reason for reason in t["reasons"]) for t in report["topologies"])
+    assert report["topologies"][0]["ep"], "whole experts stay in four bits"

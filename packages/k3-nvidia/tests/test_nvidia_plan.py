@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from nvidia_support import Group, build, groups, our_model, settle
 from k3_core.checkpoint import Topology, write_tiny
 from k3_core.cli.plan.command import RELEASED_CONFIG
 from k3_core.cli.plan.devices import DEVICES
-from k3_core.cli.plan.layouts import Layout, Request, expert_padding
+from k3_core.cli.plan.experts import expert_form
+from k3_core.cli.plan.layouts import Layout, Request, experts_of
 from k3_core.cli.plan.weights import WeightModel
 from k3_core.cli.tiny import rank_config, write_rank
 from k3_core.config import K3Config, load_config
@@ -61,9 +63,9 @@ def held(model: torch.nn.Module) -> Counter[str]:
 def planned(config: K3Config, tp: int = 1, ep: int = 1, layers: range | None = None) -> Counter[str]:
     """The plan's bytes of the same rank, for this wheel, vision left out."""
     layout = Layout(tp, expert_parallel=ep > 1)
-    floor, unit = expert_padding(DEVICES["h200"], layout, Request())
+    expert = experts_of(config, DEVICES["h200"], layout, Request()).nbytes
     layers = layers or range(config.text.num_hidden_layers)
-    parts = WeightModel(config).rank_bytes(Topology(tp_size=tp, ep_size=ep), layers, floor=floor, unit=unit)
+    parts = WeightModel(config).rank_bytes(Topology(tp_size=tp, ep_size=ep), layers, expert=expert)
     tower = WeightModel(config).rank_bytes(Topology(tp_size=tp), range(0), last=False) if config.vision else {}
     outside = sum(tower.get(part, 0) for part in ("replicated", "shared and dense MLP", "attention"))
     rest = sum(parts[part] for part in ("attention", "shared and dense MLP", "replicated")) - outside
@@ -118,5 +120,6 @@ def test_a_padding_that_the_wheel_does_not_have_would_be_seen(tmp_path: Path) ->
     settled = settle(tmp_path, dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True)
     with groups(Group(), Group()), torch.device("meta"):
         real = held(build(settled, config))
-    emulated = WeightModel(config).rank_bytes(Topology(), range(4), floor=256, unit=256)
+    padded = expert_form(config, replace(DEVICES["h200"], vendor="unknown"), 2, upstream=False, floor=256).nbytes
+    emulated = WeightModel(config).rank_bytes(Topology(), range(4), expert=padded)
     assert emulated["routed experts"] != pytest.approx(real["experts"], rel=WITHIN)

@@ -27,17 +27,11 @@ class Device:
     notes: tuple[str, ...] = ()
 
 
-#: vLLM's own model pads cut experts to at least this width.
-VLLM_FLOOR = 256
-#: What the layout of a vendor's wheel rounds the width of packed experts up to, in place of vLLM's floor (a test of the
-#: wheel holds its loader to it). A vendor that is not listed is planned with vLLM's floor.
-EXPERT_UNIT = {"nvidia": 64}
-
 _WEIGHT_ONLY = "no FP4 matrix units: MXFP4 weights are unpacked inside the kernel, activations stay bfloat16"
 _NATIVE = "MXFP4 matrix units"
 _REQUANTISED = (
-    "vllm-ascend requantises routed experts to INT4/INT8 on this generation, which changes their bytes; "
-    "this plan counts the released MXFP4 bytes"
+    "no FP4 matrix units: k3-ascend requantises routed experts, which loses accuracy and changes their bytes: to int4 "
+    "(w4a8) where 256 divides a rank's expert width, else to int8, twice as large"
 )
 
 DEVICES: dict[str, Device] = {
@@ -55,7 +49,7 @@ DEVICES: dict[str, Device] = {
         Device("mi350x", "amd", "gfx950", 288 * GIB, 8, "nominal", _NATIVE),
         Device("mi355x", "amd", "gfx950", 288 * GIB, 8, "nominal", _NATIVE),
         Device("ascend-a2", "ascend", "ascend910b", 64 * GIB, 8, "nominal", _REQUANTISED),
-        Device("ascend-a3", "ascend", "ascend910c", 64 * GIB, 16, "nominal", _REQUANTISED,
+        Device("ascend-a3", "ascend", "ascend910_93", 64 * GIB, 16, "nominal", _REQUANTISED,
                ("one 910C card holds two dies of 64 GiB, each its own device",)),
     )
 }  # fmt: skip

@@ -8,7 +8,8 @@ from typing import Any
 
 from k3_core.checkpoint import Topology, check_topology
 from k3_core.cli.plan.cache import CacheShape, cache_shape
-from k3_core.cli.plan.devices import EXPERT_UNIT, GIB, VLLM_FLOOR, Device
+from k3_core.cli.plan.devices import GIB, Device
+from k3_core.cli.plan.experts import ExpertForm, expert_form
 from k3_core.cli.plan.weights import WeightModel
 from k3_core.config import K3Config
 from k3_core.errors import ConfigError
@@ -111,22 +112,10 @@ def possible(devices: int, fixed: Mapping[str, int | bool | None]) -> Iterator[L
                     yield layout
 
 
-def expert_padding(device: Device, layout: Layout, request: Request) -> tuple[int, int]:
-    """``(floor, unit)`` of the width of cut experts: the caller's floor, else the layout of the wheel that serves.
-
-    Data parallelism is served by vLLM's own model only, which has its own floor.
-    """
-    if request.expert_floor is not None:
-        return request.expert_floor, 1
-    unit = EXPERT_UNIT.get(device.vendor)
-    return (VLLM_FLOOR, 1) if unit is None or layout.dp > 1 else (1, unit)
-
-
-def expert_columns(config: K3Config, layout: Layout, padding: tuple[int, int]) -> tuple[int, int]:
-    """``(width, padded width)`` of one rank's cut experts."""
-    floor, unit = padding
-    width = config.text.moe_intermediate_size // (layout.tp * layout.dp)
-    return width, -(-max(width, floor) // unit) * unit
+def experts_of(config: K3Config, device: Device, layout: Layout, request: Request) -> ExpertForm:
+    """How a rank of ``layout`` stores its experts. Data parallelism is served by vLLM's own model only."""
+    ranks = 1 if layout.expert_parallel else layout.tp * layout.dp
+    return expert_form(config, device, ranks, upstream=layout.dp > 1, floor=request.expert_floor)
 
 
 def evaluate(config: K3Config, weights: WeightModel, device: Device, layout: Layout, request: Request) -> Plan:
@@ -139,11 +128,11 @@ def evaluate(config: K3Config, weights: WeightModel, device: Device, layout: Lay
     check_topology(config, topology)
     budget = int(device.memory * request.utilisation)
     stages = stages_of(text.num_hidden_layers, layout.pp)
-    floor, unit = expert_padding(device, layout, request)
+    expert = experts_of(config, device, layout, request).nbytes
     per_stage = []
     for index, stage in enumerate(stages):
         first, last = index == 0, index == layout.pp - 1
-        parts = weights.rank_bytes(topology, stage, first=first, last=last, floor=floor, unit=unit)
+        parts = weights.rank_bytes(topology, stage, first=first, last=last, expert=expert)
         parts["graphs (estimate)"] = GRAPH_BYTES if request.graphs else 0
         parts["workspace (estimate)"] = workspace_bytes(config, layout, stage, request)
         parts["runtime (estimate)"] = RUNTIME_BYTES
@@ -183,8 +172,8 @@ def rank(plans: list[Plan], device: Device, config: K3Config, request: Request, 
             return not plan.fits, -plan.tokens, layout.pp
         slow_link = layout.tp > device.per_node
         exchange = layout.expert_parallel and ranks > device.per_node
-        width, padded = expert_columns(config, layout, expert_padding(device, layout, request))
-        pads = padded > width
+        form = experts_of(config, device, layout, request)
+        pads = form.padded > form.width or form.name == "int8"  # more bytes than whole experts would have
         whole = layout.expert_parallel and not pads
         return not plan.fits, slow_link, -layout.tp, exchange, layout.pp * layout.dp, whole, -plan.tokens
 
@@ -211,10 +200,12 @@ def _reasons(plan: Plan, device: Device, config: K3Config, request: Request) -> 
         yield "tensor parallelism stays inside a node; pipeline stages hand over the residual bank once a step"
     if layout.expert_parallel and layout.tp * layout.dp > device.per_node:
         yield "experts are exchanged between nodes in every layer"
-    if not layout.expert_parallel and layout.tp * layout.dp > 1:
-        width, padded = expert_columns(config, layout, expert_padding(device, layout, request))
-        if padded > width:
-            yield f"expert width {width} is padded to {padded}: {padded / width - 1:.0%} more expert memory"
+    form = experts_of(config, device, layout, request)
+    if form.padded > form.width:
+        extra = form.padded / form.width - 1
+        yield f"expert width {form.width} is padded to {form.padded}: {extra:.0%} more expert memory"
+    if form.name in ("w4a8", "int8"):
+        yield f"routed experts are requantised to {form.name} (width {form.width} a rank), which loses accuracy"
     heads = config.text.linear_attn.num_heads // layout.tp
     if device.arch == "sm_90" and heads < 12 and not config.is_kimi_linear:
         yield f"{heads} heads a rank: few blocks for KDA prefill, and vLLM's own fused decode kernel refuses them"

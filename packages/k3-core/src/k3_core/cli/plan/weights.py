@@ -67,7 +67,7 @@ class WeightModel:
         first: bool = True,
         last: bool = True,
         floor: int = 256,
-        unit: int = 1,
+        expert: int | None = None,
     ) -> dict[str, int]:
         """Bytes by part of the rank at ``topology`` whose pipeline stage has ``layers``.
 
@@ -76,13 +76,13 @@ class WeightModel:
             layers: 0-based layers of the stage.
             first, last: whether the stage holds the embedding and vision, and the output head.
             floor: least width of cut experts (narrower ones are padded, as vLLM does).
-            unit: the width of packed experts is rounded up to a multiple of it.
+            expert: bytes of one expert as the rank stores it; None for the released form with ``floor``.
 
         Raises ConfigError where the sizes do not divide the model.
         """
         total: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
         for kind, count in Counter(self._kind(i) for i in layers).items():
-            for part, size in self._layer_bytes(kind, topology, floor, unit).items():
+            for part, size in self._layer_bytes(kind, topology, floor, expert).items():
                 total[part] += size * count
         for name, spec in self._outside.items():
             on_first = part_of(name) == "vision" or name.endswith("embed_tokens.weight")
@@ -90,23 +90,26 @@ class WeightModel:
                 total[part_of(name)] += self._tensor_bytes(name, spec, topology)
         return dict(total)
 
-    def _layer_bytes(self, kind: tuple[str, bool], topology: Topology, floor: int, unit: int) -> Counter[str]:
+    def _layer_bytes(self, kind: tuple[str, bool], topology: Topology, floor: int, expert: int | None) -> Counter[str]:
         total: Counter[str] = Counter()
+        if expert is not None and kind[1]:
+            total["routed experts"] = expert * self._held(topology)
         for name, spec in self._kinds[kind].items():
             if _EXPERT.search(name):
-                total["routed experts"] += self._experts_bytes(spec, topology, floor, unit)
+                total["routed experts"] += self._experts_bytes(spec, topology, floor) if expert is None else 0
             else:
                 total[part_of(name)] += self._tensor_bytes(name, spec, topology)
         return total
 
-    def _experts_bytes(self, spec: TensorSpec, topology: Topology, floor: int, unit: int) -> int:
+    def _held(self, topology: Topology) -> int:
+        """Experts of a layer on this rank."""
+        held = expert_range(self.config, topology.ep_size, topology.ep_rank)
+        return len(held) if topology.ep_size > 1 else self.config.text.num_experts
+
+    def _experts_bytes(self, spec: TensorSpec, topology: Topology, floor: int) -> int:
         """All experts of the rank for one of an expert's tensors, padding included. Width counts in every tensor."""
-        text, ep = self.config.text, topology.ep_size
-        _, padded = expert_width(self.config, topology.tp_size, ep, topology.dp_size, floor)
-        if self.config.quantization is not None:
-            padded = -(-padded // unit) * unit
-        held = len(expert_range(self.config, ep, topology.ep_rank)) if ep > 1 else text.num_experts
-        return spec.nbytes * padded // text.moe_intermediate_size * held
+        _, padded = expert_width(self.config, topology.tp_size, topology.ep_size, topology.dp_size, floor)
+        return spec.nbytes * padded // self.config.text.moe_intermediate_size * self._held(topology)
 
     def _tensor_bytes(self, name: str, spec: TensorSpec, topology: Topology) -> int:
         if name.endswith(".A_log"):  # kept normalised: one fp32 value a local head, whatever the stored shape
