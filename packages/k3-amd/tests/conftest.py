@@ -1,4 +1,4 @@
-"""Puts this folder on the path so that tests can `import amd_support`; assertions of the shared suites are explained."""
+"""Puts this folder on the path so that tests can `import amd_support`; the shared suites' assertions are explained."""
 
 import sys
 from pathlib import Path

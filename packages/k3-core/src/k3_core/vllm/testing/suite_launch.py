@@ -1,0 +1,125 @@
+"""What the layers hand to the kernels passes the kernels' own checks of shapes, dtypes and strides.
+
+The model runs in bf16 with the Triton launchers it would use on a GPU, but nothing is launched: every kernel is
+replaced by a note of its name. A call that a launcher refuses fails here, not on the first GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from k3_core.checkpoint import CheckpointReader
+from k3_core.operators import CallSpec
+from k3_core.vllm.serving.kda_layer import KdaLayer
+from k3_core.vllm.serving.warmup import Limits
+from k3_core.vllm.testing.ranks import Group, bind_caches, build, fill, groups, one_prompt
+from k3_core.vllm.testing.suite_ranks import VendorSuite
+from k3_core.vllm.testing.vendor import settle
+
+
+class LaunchSuite(VendorSuite):
+    """Needs Triton beside vLLM.
+
+    Attributes:
+        arch: the architecture for which layers choose.
+        prompt_parts: parts of kernel names that a prompt through the tiny Kimi K3 must reach.
+        step_kernels, verify_kernels: kernels that the steps of the warm-up must reach, and those with drafts.
+    """
+
+    arch: ClassVar[str]
+    prompt_parts: ClassVar[tuple[str, ...]]
+    step_kernels: ClassVar[frozenset[str]]
+    verify_kernels: ClassVar[frozenset[str]]
+
+    @pytest.fixture
+    def chosen_for_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Layers choose what they would choose on ``arch``."""
+        dispatch = self.vendor.module("dispatch")
+
+        def choose(name: str, dtype: Any, sizes: Any, options: Any = None, want: str | None = None) -> Any:
+            spec = CallSpec(name, "cuda", dtype, self.arch, dict(sizes), dict(options or {}))
+            return dispatch.registry().choose(spec, want).implementation
+
+        monkeypatch.setattr(dispatch, "choose", choose)
+
+    @pytest.fixture
+    def launched(self, chosen_for_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Names of the kernels that would have been launched."""
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import KernelInterface
+
+        names: list[str] = []
+
+        def note(self: Any, grid: Any) -> Any:
+            name = getattr(self, "__name__", None) or self.fn.__name__
+            return lambda *args, **named: names.append(name)
+
+        monkeypatch.setattr(KernelInterface, "__getitem__", note)
+        monkeypatch.setattr(InterpretedFunction, "__getitem__", note, raising=False)
+        return names
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        """A loaded bf16 text model."""
+        with groups(Group(), Group()):
+            config = settle(folder, dtype="bfloat16", **options)
+            model = build(self.vendor, config, CheckpointReader(folder).config)
+            fill(model)
+        return model
+
+    @pytest.mark.parametrize("tokens", [1, 17, 130])
+    def test_a_prompt_reaches_every_kernel(self, tokens: int, tiny: Path, launched: list[str]) -> None:
+        from vllm.forward_context import set_forward_context
+
+        model = self.make(tiny)
+        launched.clear()
+        bind_caches(model)
+        hidden = torch.zeros(tokens, model.config.text.hidden_size, dtype=torch.bfloat16)
+        metadata = one_prompt(model, tokens)
+        context = set_forward_context(metadata, model.vllm_config, slot_mapping={})
+        with groups(Group(), Group()), torch.no_grad(), context:
+            out = model.model(hidden, None)
+        assert out.shape == hidden.shape
+        names = " ".join(launched)
+        for part in self.prompt_parts:
+            assert part in names, f"no kernel named like {part} in {sorted(set(launched))}"
+        # attention mix and MLP mix of 5 layers, and the output mix
+        assert sum("attn_res" in name for name in launched) == 11
+
+    @pytest.mark.parametrize("drafts", [0, 3])
+    def test_every_kind_of_step_passes_the_kernels_checks(self, drafts: int, tiny: Path, launched: list[str]) -> None:
+        options: dict[str, Any] = {}
+        if drafts:
+            speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+            options = {"speculative_config": speculation, "enable_prefix_caching": False}
+        warm_up = self.vendor.module("warmup").WARM_UP
+        model = self.make(tiny, **options)
+        layer = next(m for m in model.modules() if isinstance(m, KdaLayer))
+        limits = Limits(max_num_batched_tokens=1100, max_num_seqs=8, num_spec=drafts)
+        launched.clear()
+        warm_up.run_kda(layer, limits, torch.bfloat16, torch.device("cpu"))
+        wanted = self.step_kernels | (self.verify_kernels if drafts else frozenset())
+        assert wanted <= set(launched), sorted(set(launched))
+        # as vLLM's pages lay them out: rows of a page much longer than the state, the window first
+        conv, recurrent = layer.get_state_shape()
+        page = 3 * (conv[0] * conv[1] * 2 + recurrent[0] * recurrent[1] * recurrent[2] * 4)
+        pages = torch.zeros(6, page // 16 * 16, dtype=torch.int8)
+        bind: Any = layer.bind_kv_cache
+        bind(pages.view(6, 1, 1, -1))
+        qkv, z, beta, gate = layer.project(torch.zeros(8, 256, dtype=torch.bfloat16))
+        for metadata in warm_up.steps(layer, limits, torch.device("cpu")):
+            if metadata.step_tokens + metadata.prefill_tokens <= 8:
+                layer._run(metadata, qkv, z, beta, gate, torch.empty_like(z))
+
+    def test_kimi_linear_without_packed_experts_uses_the_library(self, linear: Path, launched: list[str]) -> None:
+        model = self.make(linear)
+        experts = {layer.feed_forward.operator.name for layer in model.model.layers if layer.is_moe}
+        assert experts == {self.vendor.module("dispatch").LIBRARY}
+        layer = next(m for m in model.modules() if isinstance(m, KdaLayer))
+        limits = Limits(max_num_batched_tokens=130, max_num_seqs=8, num_spec=0)
+        launched.clear()
+        self.vendor.module("warmup").WARM_UP.run_kda(layer, limits, torch.bfloat16, torch.device("cpu"))
+        assert any("chunk" in name or "kda" in name for name in launched)
