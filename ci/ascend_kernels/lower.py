@@ -19,6 +19,7 @@ _TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
     torch.int8: "i8",
+    torch.int16: "i16",
 }
 #: Architecture whose front end is asked; linalg does not depend on it (A2, A3 and 950 share it).
 ARCH = "Ascend910B3"
