@@ -1,0 +1,315 @@
+"""Low-latency matrix product for 1..16 rows: y = round(x W^T + residual), the weight streamed once.
+
+    x [M, K], W [N, K], residual [M, N] or None -> y [M, N];  fp32 accumulation, one rounding at the end
+
+At these sizes the product is a read of W: floor = 2 N K bytes at the bandwidth of the memory. What the design follows:
+
+- About 4 MB must be outstanding to hide the memory's latency (32 KB a multiprocessor), from the first moment on. The
+  ``vector`` kernel holds its loads in registers, one step ahead; the ``dot`` kernel in a ring of asynchronous copies.
+- All loads of W are 16 bytes a lane and evict-first: W is read once, x and the partial sums stay in the L2.
+- M <= 4 is arithmetic on the ordinary units (2 M + 1 operations an element leave room); above that the tensor cores
+  take W as the 64-row operand, so that x's few rows are its narrow side.
+- Narrow matrices have too few row tiles for every multiprocessor: K is then cut. Partial sums go to the L2 and the last
+  program of a tile to arrive adds them, always in the order of the cuts, so the same input gives the same bits.
+- With programmatic dependent launch a program asks the L2 for the head of its weights before it waits for x.
+"""
+
+# mypy: allow-untyped-defs
+# mypy: disable-error-code="assignment, misc, attr-defined"
+# (bodies of Triton kernels have no Python types; tuples grow inside them)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from k3_core.operators.triton_host import Launcher, interpreting
+
+MAX_ROWS = 16
+MAX_VECTOR_ROWS = 4
+MAX_TILES = 8192
+#: Elements of 16 bytes.
+VECTOR = 8
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Ask the L2 for the lines behind these pointers; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _prefetch_tile(w_ptr, n, first, N, K, stride_w, BN: tl.constexpr, LINES: tl.constexpr):
+    """The first LINES lines (64 elements each) of every row of a tile."""
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    column = tl.minimum(first + tl.arange(0, LINES) * 64, K - 1)
+    _prefetch(w_ptr + row[:, None] * stride_w + column[None, :])
+
+
+@triton.jit
+def _last_to_arrive(ticket_ptr, tile, SPLITS: tl.constexpr):
+    """Whether all other cuts of this tile have stored their sums; the counter is zero again afterwards."""
+    tl.debug_barrier()  # every lane's sums are stored before one lane says so
+    arrived = tl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel", scope="gpu")
+    last = arrived == SPLITS - 1
+    tl.store(ticket_ptr + tile, 0, mask=last)
+    return last
+
+
+@triton.jit
+def _store(out_ptr, residual_ptr, value, m, n, mask, stride_out, stride_residual, RESIDUAL: tl.constexpr):
+    """Add the residual in fp32 and round once."""
+    if RESIDUAL:
+        value += tl.load(residual_ptr + m * stride_residual + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + m * stride_out + n, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_step(
+    w_ptr, x_ptr, n, k, M: tl.constexpr, N, end, stride_w, stride_x, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """One step's weights [lanes, BN, 8] and M rows of x [lanes, 1, 8]; zeros past the end. k [lanes]: first elements.
+
+    Lanes come first so that Triton spreads them over the warps before the rows: a warp then reads 512 bytes of a row,
+    and a lane holds the same columns of x as of every row of W.
+    """
+    inside = (k < end)[:, None, None]
+    mask = inside if EVEN_N else (n < N)[None, :, None] & inside
+    column = k[:, None, None] + tl.arange(0, 8)[None, None, :]
+    w = tl.load(
+        w_ptr + n.to(tl.int64)[None, :, None] * stride_w + column, mask=mask, other=0.0, eviction_policy="evict_first"
+    )
+    rows = ()
+    for m in tl.static_range(M):
+        rows = rows + (tl.load(x_ptr + m * stride_x + column, mask=inside, other=0.0),)
+    return w, rows
+
+
+@triton.jit(do_not_specialize=["steps"])
+def vector_kernel(
+    out_ptr, x_ptr, w_ptr, residual_ptr, partial_ptr, ticket_ptr, N, K, stride_x, stride_w, stride_out,
+    stride_residual, steps,
+    M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EVEN_N: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row tile, cut): BN rows of W against M rows of x over ``steps`` steps of BK."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    n = tile * BN + tl.arange(0, BN)
+    first = split * steps * BK
+    if PDL:
+        _prefetch_tile(w_ptr, n, first, N, K, stride_w, BN, BK // 64)
+        gdc_wait()
+    k = first + tl.arange(0, BK // 8) * 8
+    end = tl.minimum(K, first + steps * BK)
+    sums = ()
+    for _ in tl.static_range(M):
+        sums = sums + (tl.zeros((BK // 8, BN), tl.float32),)
+    w, rows = _load_step(w_ptr, x_ptr, n, k, M, N, end, stride_w, stride_x, EVEN_N)
+    for _ in range(0, steps):
+        k += BK
+        next_w, next_rows = _load_step(w_ptr, x_ptr, n, k, M, N, end, stride_w, stride_x, EVEN_N)
+        wide = w.to(tl.float32)
+        added = ()
+        for m in tl.static_range(M):
+            added = added + (sums[m] + tl.sum(wide * rows[m].to(tl.float32), 2),)
+        sums = added
+        w = next_w
+        rows = next_rows
+    if PDL:
+        gdc_launch_dependents()
+    there = n < N
+    if SPLITS == 1:
+        for m in tl.static_range(M):
+            _store(out_ptr, residual_ptr, tl.sum(sums[m], 0), m, n, there, stride_out, stride_residual, RESIDUAL)
+    else:
+        for m in tl.static_range(M):
+            tl.store(partial_ptr + (split * M + m) * N + n, tl.sum(sums[m], 0), mask=there, cache_modifier=".cg")
+        if _last_to_arrive(ticket_ptr, tile, SPLITS):
+            for m in tl.static_range(M):
+                total = tl.zeros((BN,), tl.float32)
+                for s in tl.static_range(SPLITS):
+                    total += tl.load(partial_ptr + (s * M + m) * N + n, mask=there, other=0.0, cache_modifier=".cg")
+                _store(out_ptr, residual_ptr, total, m, n, there, stride_out, stride_residual, RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["M", "steps"])
+def dot_kernel(
+    out_ptr, x_ptr, w_ptr, residual_ptr, partial_ptr, ticket_ptr, M, N, K, stride_x, stride_w, stride_out,
+    stride_residual, steps,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Program (row tile, cut): [BN, BM] of the transposed result on the tensor cores."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    n = tile * BN + tl.arange(0, BN)
+    first = split * steps * BK
+    if PDL:
+        _prefetch_tile(w_ptr, n, first, N, K, stride_w, BN, BK // 64)
+        gdc_wait()
+    m = tl.arange(0, BM)
+    k = first + tl.arange(0, BK)
+    w_ptrs = w_ptr + n.to(tl.int64)[:, None] * stride_w + k[None, :]
+    x_ptrs = x_ptr + m.to(tl.int64)[None, :] * stride_x + k[:, None]
+    rows = (n < N)[:, None]
+    columns = (m < M)[None, :]
+    acc = tl.zeros((BN, BM), tl.float32)
+    for i in range(0, steps):
+        if EVEN_K and EVEN_N:
+            w = tl.load(w_ptrs, eviction_policy="evict_first")
+        elif EVEN_K:
+            w = tl.load(w_ptrs, mask=rows, other=0.0, eviction_policy="evict_first")
+        else:
+            w = tl.load(w_ptrs, mask=rows & (k + i * BK < K)[None, :], other=0.0, eviction_policy="evict_first")
+        if EVEN_K:
+            x = tl.load(x_ptrs, mask=columns, other=0.0)
+        else:
+            x = tl.load(x_ptrs, mask=columns & (k + i * BK < K)[:, None], other=0.0)
+        if INTERPRET:
+            acc = tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(w, x, acc)
+        w_ptrs += BK
+        x_ptrs += BK
+    if PDL:
+        gdc_launch_dependents()
+    there = rows & columns
+    m2 = m[None, :]
+    n2 = n[:, None]
+    if SPLITS == 1:
+        _store(out_ptr, residual_ptr, acc, m2, n2, there, stride_out, stride_residual, RESIDUAL)
+    else:
+        at = m2 * N + n2
+        tl.store(partial_ptr + split * (M * N) + at, acc, mask=there, cache_modifier=".cg")
+        if _last_to_arrive(ticket_ptr, tile, SPLITS):
+            total = tl.zeros((BN, BM), tl.float32)
+            for s in tl.static_range(SPLITS):
+                total += tl.load(partial_ptr + s * (M * N) + at, mask=there, other=0.0, cache_modifier=".cg")
+            _store(out_ptr, residual_ptr, total, m2, n2, there, stride_out, stride_residual, RESIDUAL)
+
+
+_vector, _dot = Launcher(vector_kernel), Launcher(dot_kernel)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a product is computed.
+
+    kind: ``vector`` (M <= 4) or ``dot``. block_n: rows of W a program. block_k: elements of K a step. splits: cuts of
+    K. warps; stages: ring of asynchronous copies (``dot`` only). pdl: programmatic dependent launch, capability 9.0 up.
+    """
+
+    kind: str
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int = 2
+    pdl: bool = False
+
+    @property
+    def name(self) -> str:
+        """One word for tables of results."""
+        sizes = f"n{self.block_n}-k{self.block_k}-s{self.splits}-w{self.warps}-p{self.stages}"
+        return f"{self.kind}-{sizes}{'-pdl' * self.pdl}"
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[bool, str]:
+    """Whether the kernels of this file and of ``skinny_cute`` take these operands, and why not."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        return False, f"skinny_gemm: x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [M, K] and [N, K]"
+    if not 1 <= x.shape[0] <= MAX_ROWS:
+        return False, f"skinny_gemm: {x.shape[0]} rows are not 1..{MAX_ROWS}"
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return False, f"skinny_gemm: x is {x.dtype}, weight {weight.dtype}; both must be bfloat16 or both float16"
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.stride(1) != 1 or tensor.stride(0) % VECTOR or tensor.data_ptr() % 16:
+            return False, f"skinny_gemm: rows of {name} must be contiguous and start on 16 bytes"
+    if weight.shape[1] % VECTOR or not weight.shape[0]:
+        return False, f"skinny_gemm: weight {tuple(weight.shape)} needs rows, of a multiple of {VECTOR} elements"
+    if residual is not None:
+        if residual.shape != (x.shape[0], weight.shape[0]) or residual.dtype != x.dtype:
+            return False, f"skinny_gemm: residual is {residual.dtype} {tuple(residual.shape)}, not like the result"
+        if residual.stride(1) != 1:
+            return False, "skinny_gemm: rows of the residual must be contiguous"
+    return True, "skinny_gemm: supported"
+
+
+def prepare_out(x: torch.Tensor, weight: torch.Tensor, residual: Any, out: torch.Tensor | None) -> torch.Tensor:
+    """The checked or new result tensor; raises ValueError as :func:`supports` says."""
+    ok, why = supports(x, weight, residual)
+    if not ok:
+        raise ValueError(why)
+    shape = (x.shape[0], weight.shape[0])
+    if out is None:
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    if out.shape != shape or out.dtype != x.dtype or out.stride(1) != 1:
+        raise ValueError(f"skinny_gemm: out must be {x.dtype} {shape} with contiguous rows")
+    return out
+
+
+_tickets: dict[tuple[Any, int], torch.Tensor] = {}
+
+
+def _ticket(device: torch.device) -> torch.Tensor:
+    """Arrival counters, zero between calls: one set a stream, because products of one stream never overlap."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream)
+    if key not in _tickets:
+        _tickets[key] = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+    return _tickets[key]
+
+
+def skinny_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: Config,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """round(x W^T + residual) of x [M, K] (any row stride of whole 16 bytes) and weight [N, K], M 1..16 -> [M, N].
+
+    bfloat16 or float16. The first call of a stream with ``splits`` > 1 allocates arrival counters; make it outside of
+    a CUDA graph's private pool or in it, both are safe. Raises ValueError where :func:`supports` says no.
+    """
+    out = prepare_out(x, weight, residual, out)
+    (rows, inner), outer = x.shape, weight.shape[0]
+    if config.kind == "vector" and rows > MAX_VECTOR_ROWS:
+        raise ValueError(f"skinny_gemm: the vector kernel takes up to {MAX_VECTOR_ROWS} rows, not {rows}")
+    tiles = triton.cdiv(outer, config.block_n)
+    steps = triton.cdiv(triton.cdiv(inner, config.block_k), config.splits)
+    splits = triton.cdiv(triton.cdiv(inner, config.block_k), steps)
+    partial = ticket = out
+    if splits > 1:
+        if tiles > MAX_TILES:
+            raise ValueError(f"skinny_gemm: {tiles} row tiles are more than the {MAX_TILES} that may be cut along K")
+        partial = torch.empty((splits, rows, outer), dtype=torch.float32, device=x.device)
+        ticket = _ticket(x.device)
+    pdl = config.pdl and not interpreting()
+    options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
+    if pdl:
+        options["launch_pdl"] = True
+    shared = (residual if residual is not None else out, partial, ticket)
+    strides = (x.stride(0), weight.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0)
+    common = {
+        "BN": config.block_n, "BK": config.block_k, "SPLITS": splits, "EVEN_N": outer % config.block_n == 0,
+        "RESIDUAL": residual is not None, "PDL": pdl,
+    }  # fmt: skip
+    if config.kind == "vector":
+        constants = {"M": rows, **common}
+        _vector((tiles, splits), out, x, weight, *shared, outer, inner, *strides, steps, **constants, **options)
+    else:
+        # the cuts cover K exactly when every step of every cut is whole
+        constants = {
+            "BM": 8 if rows <= 8 else 16, **common, "EVEN_K": steps * splits * config.block_k == inner,
+            "INTERPRET": interpreting(),
+        }  # fmt: skip
+        _dot((tiles, splits), out, x, weight, *shared, rows, outer, inner, *strides, steps, **constants, **options)
+    return out
