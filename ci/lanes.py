@@ -129,6 +129,10 @@ def kernels(runs: Runs, package: str) -> None:
     tests = sorted((ROOT / "packages" / package / "tests").glob("test_*kernel*.py"))
     if tests:
         runs.pytest(python, f"{package} kernels", "-n2", "-m", "not gpu and not serve", *map(str, tests))
+    for gate in sorted((ROOT / "packages" / package / "tests").glob("*_kernels_gate.py")):
+        for name in ("kernels", "kernels-3.9"):
+            label = f"{package} compiled within its table, {name}"
+            runs.command(label, str(envs.ensure(name)), "-W", "ignore", str(gate))
 
 
 def vllm_tests(*patterns: str) -> list[str]:
@@ -232,6 +236,8 @@ PAIRS = (
     ("vllm-0.32.0", ("k3-core", "k3-nvidia"), "nvidia", "k3-nvidia"),
     ("vllm-0.32.0", envs.PACKAGES, "", "k3-core"),
     ("vllm-0.27.0", ("k3-core",), "", "k3-core"),
+    ("vllm-0.23.0", ("k3-core",), "", "k3-core"),
+    ("vllm-0.23.0", ("k3-core", "k3-ascend"), "ascend", "k3-ascend"),
 )
 
 
