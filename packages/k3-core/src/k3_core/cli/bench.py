@@ -33,6 +33,7 @@ def serve(
     url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Served model name; default: what the server says.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder with the tokenizer; default: the served model.")] = None,
+    tokenizer_mode: Annotated[str, typer.Option(help="How it is read; kimi_k3 runs no remote code.")] = "kimi_k3",
     prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 64,
     concurrency: Annotated[
         str, typer.Option(help="Requests in flight; several, as in 1,4,16, are measured in turn.")
@@ -53,7 +54,8 @@ def serve(
         "--seed", str(seed), "--ignore-eos",
     ]  # fmt: skip
     command += ["--model", model] if model else []
-    command += ["--tokenizer", tokenizer, "--tokenizer-mode", "kimi_k3"] if tokenizer else []
+    command += ["--tokenizer", tokenizer] if tokenizer else []
+    command += ["--tokenizer-mode", tokenizer_mode]
     counts = _counts("--concurrency", concurrency)
     rows = [{"concurrency": count, **_measure([*command, "--max-concurrency", str(count)])} for count in counts]
     report = _header("serving", "k3 bench serve") | {

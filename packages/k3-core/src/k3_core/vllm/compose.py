@@ -48,10 +48,12 @@ def install() -> Callable[[], None]:
 
 
 def keep_length() -> None:
-    """Keep ``finish_reason: length`` on chat replies with calls that broke off at max_tokens.
+    """An honest ``finish_reason`` on chat replies with calls that the model did not end itself.
 
-    vLLM calls whole replies with complete calls ``tool_calls`` whatever ended them; 0.27 and older do so in streams,
-    too. Wraps the chat serving class where it is loaded (the API server); idempotent; other parsers' replies are left.
+    ``length`` where they broke off at max_tokens, ``stop`` where a stop string of the client ended them. vLLM says
+    ``tool_calls`` for whole replies with complete calls whatever ended them, for streams in which any part of a call
+    was sent, and in 0.27 and older also at max_tokens. Wraps the chat serving class where it is loaded (the API
+    server); idempotent; other parsers' replies are left.
     """
     module = sys.modules.get("vllm.entrypoints.openai.chat_completion.serving")
     serving = getattr(module, "OpenAIServingChat", None)
@@ -65,8 +67,7 @@ def keep_length() -> None:
         reasons: dict[int, str] = {}
         response = await whole(self, request, _watched(results, reasons), *args, **kwargs)
         for choice in getattr(response, "choices", []):
-            if reasons.get(choice.index) == "length":
-                choice.finish_reason = "length"
+            choice.finish_reason = reasons.get(choice.index, choice.finish_reason)
         return response
 
     async def stream_generator(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,18 +86,20 @@ def _is_ours(serving: Any) -> bool:
 
 
 async def _watched(results: Any, reasons: dict[int, str]) -> Any:
-    """``results``, with each choice's finish reason noted."""
+    """``results``, with the finish reason of each choice noted that the model did not end itself."""
     async for result in results:
-        reasons.update({output.index: output.finish_reason for output in result.outputs if output.finish_reason})
+        for output in result.outputs:
+            if output.finish_reason == "length" or isinstance(output.stop_reason, str):  # a str: a stop string
+                reasons[output.index] = output.finish_reason
         yield result
 
 
 def _honest(chunk: str, reasons: dict[int, str]) -> str:
-    """A server-sent chunk with ``length`` where the engine said so and the chunk says ``tool_calls``."""
-    if "length" not in reasons.values() or '"finish_reason":"tool_calls"' not in chunk:
+    """A server-sent chunk with the engine's reason where the chunk says ``tool_calls`` and the model did not end it."""
+    if not reasons or '"finish_reason":"tool_calls"' not in chunk:
         return chunk
     body = json.loads(chunk.removeprefix("data: "))
     for choice in body.get("choices", []):
-        if choice.get("finish_reason") == "tool_calls" and reasons.get(choice.get("index")) == "length":
-            choice["finish_reason"] = "length"
+        if choice.get("finish_reason") == "tool_calls":
+            choice["finish_reason"] = reasons.get(choice.get("index"), "tool_calls")
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
