@@ -57,7 +57,7 @@ def missing() -> str:
     return f"bishengir-compile for {', '.join(gone)} is missing (environment `ascend-kernels` of ci/envs.py has it)"
 
 
-def compile_for(linalg: str, target: str, folder: Path, multibuffer: bool = True) -> Result:
+def compile_for(linalg: str, target: str, folder: Path) -> Result:
     """Compile a kernel's linalg for a target (a value of TARGETS) with the options that triton-ascend passes."""
     compiler = program(target)
     if compiler is None:
@@ -74,11 +74,13 @@ def compile_for(linalg: str, target: str, folder: Path, multibuffer: bool = True
     a5 = compiler.name.endswith("-a5")
     options = [
         f"--target={target}",
-        *([] if a5 else [f"--enable-auto-multi-buffer={multibuffer}", "--enable-auto-bind-sub-block=True"]),
+        # triton-ascend asks for both on A2 and A3 and for neither on 950.
+        f"--enable-auto-multi-buffer={not a5}",
+        f"--enable-auto-bind-sub-block={not a5}",
         "--enable-hfusion-compile=true",
         "--enable-hivm-compile=true",
         "--enable-triton-kernel-compile=true",
-        "--enable-memory-display",
+        "--enable-print-memory-allocated-size" if a5 else "--enable-memory-display",
         f"--save-temps={folder}",
     ]
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -89,9 +91,10 @@ def compile_for(linalg: str, target: str, folder: Path, multibuffer: bool = True
     if done.returncode or not optimised:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()]
         error = "; ".join(lines[:3]) or f"exit code {done.returncode} without a message"
+    printed = re.search(r"Allocated UB size = (\d+) bits", done.stdout + done.stderr)
     limit = re.search(r'"UB_SIZE", (\d+)', optimised)
     return Result(
-        ub=_peak(folder, "ub"),
+        ub=int(printed.group(1)) // 8 if printed else _peak(folder, "ub"),
         l1=_peak(folder, "cbuf"),
         limit=int(limit.group(1)) // 8 if limit else UNIFIED_BUFFER,
         scalar=tuple(scalar_walks(optimised)),

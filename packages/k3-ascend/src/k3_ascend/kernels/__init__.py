@@ -8,7 +8,7 @@ Operators of the table (`k3_core.operators.table`; names, order, rules and toler
 have defaults and change speed only):
 
     attn_res.attn_res(prefix, delta, bank, norm_weight, proj_weight, eps, num_blocks, *, write_block=None,
-        output_norm_weight=None, output_norm_eps=None, out=None)
+        output_norm_weight=None, output_norm_eps=None, out=None, folded=None)
     short_conv.short_conv(x, weight, conv_state, slot_mapping, cu_seqlens, has_initial_state, *, out=None,
         plan=None, taps=None)
     kda_prefill.kda_prefill(q, k, v, z, beta, a_log, dt_bias, lower_bound, recurrent_state, slot_mapping, cu_seqlens,
@@ -28,6 +28,8 @@ Beside the table:
         inclusive sum of the decay inside each chunk of 64 tokens of its sequence; rows of no sequence are zeros
     mxfp4.unpack_mxfp4(packed, scale, *, out=None) -> bfloat16 [..., K]
         packed uint8 [..., K/2], scale uint8 [..., K/32]; bit for bit the contract `mxfp4.unpack`
+    attn_res.fold(norm_weight, proj_weight) -> [H] fp32
+        their product, which the kernel reads; give it as ``folded`` or it is made in every call
     short_conv.tap_major(weight) -> [W, C] fp32
         the layout that the convolution kernels read; give it as ``taps`` or it is made in every call
     kda_plan.plan_prefill(cu_seqlens, device) -> PrefillPlan

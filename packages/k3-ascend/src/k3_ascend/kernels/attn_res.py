@@ -30,15 +30,14 @@ MAX_HIDDEN = 8192
 
 @triton.jit(do_not_specialize=["tokens", "num_blocks", "write_block"])
 def attn_res_kernel(
-    out_ptr, prefix_ptr, delta_ptr, bank_ptr, norm_ptr, proj_ptr, out_norm_ptr,
+    out_ptr, prefix_ptr, delta_ptr, bank_ptr, folded_ptr, out_norm_ptr,
     tokens, num_blocks, write_block, prefix_stride, delta_stride, bank_stride, block_stride, eps, out_eps,
     H: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_WRITE: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Items: tokens."""
     c = tl.arange(0, BLOCK)
     inside = c < H
-    folded = tl.load(norm_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    folded = folded * tl.load(proj_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    folded = tl.load(folded_ptr + c, mask=inside, other=0.0)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         t = token.to(tl.int64)
         row_at = bank_ptr + t * bank_stride
@@ -77,6 +76,11 @@ def supports(spec: CallSpec) -> tuple[bool, str]:
     return checks.supports(spec, checks.FLOATS)
 
 
+def fold(norm_weight: Tensor, proj_weight: Tensor) -> Tensor:
+    """norm_weight * proj_weight in fp32, [H]: what the kernel reads; a model prepares it once."""
+    return norm_weight.reshape(-1).float() * proj_weight.reshape(-1).float()
+
+
 def attn_res(
     prefix: Tensor,
     delta: Tensor | None,
@@ -90,10 +94,11 @@ def attn_res(
     output_norm_weight: Tensor | None = None,
     output_norm_eps: float | None = None,
     out: Tensor | None = None,
+    folded: Tensor | None = None,
 ) -> Tensor:
     """Operator ``attn_res`` of the table: changes prefix and bank in place, returns the (normed) mix [T, H].
 
-    Weights may be [H] or [1, H]. Raises ValueError for shapes, UnsupportedError for dtypes and strides.
+    Weights may be [H] or [1, H]. folded: `fold` of the two weights, made here if absent. Raises ValueError for shapes, UnsupportedError for dtypes and strides.
     """
     _check(prefix, delta, bank, num_blocks, write_block)
     if (output_norm_weight is None) != (output_norm_eps is None):
@@ -102,13 +107,16 @@ def attn_res(
     for name, w in (("norm_weight", norm_weight), ("proj_weight", proj_weight), ("output_norm", output_norm_weight)):
         if w is not None and (w.numel() != hidden or not w.is_contiguous()):
             raise ValueError(f"attn_res: {name} must be contiguous with {hidden} elements, got {tuple(w.shape)}")
+    if folded is None:
+        folded = fold(norm_weight, proj_weight)
+    checks.check_vector("attn_res", "folded", folded, (hidden,), torch.float32)
     out = checks.result("attn_res", out, (tokens, hidden), prefix, dense=True)
     if tokens == 0:
         return out
     launch(
         attn_res_kernel, programs_for(tokens, prefix.device),
-        out, prefix, prefix if delta is None else delta, bank, norm_weight, proj_weight,
-        norm_weight if output_norm_weight is None else output_norm_weight,
+        out, prefix, prefix if delta is None else delta, bank, folded,
+        folded if output_norm_weight is None else output_norm_weight,
         tokens, num_blocks, write_block or 0, checks.row_stride(prefix), 0 if delta is None else checks.row_stride(delta),
         bank.stride(0), bank.stride(1), float(eps), float(output_norm_eps or 0.0),
         H=hidden, BLOCK=triton.next_power_of_2(hidden), HAS_DELTA=delta is not None, HAS_WRITE=write_block is not None,
