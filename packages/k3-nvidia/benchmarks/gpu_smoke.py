@@ -1,16 +1,19 @@
 """Does the whole model run in vLLM on this GPU, is it right, and how long does a step take? One script, JSON lines out.
 
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python packages/k3-nvidia/benchmarks/gpu_smoke.py
-        [--parts tiny,linear,rank] [--modes eager,graphs] [--impl upstream] [--profile]
+        [--parts tiny,linear,rank] [--modes eager,graphs] [--impl upstream] [--shape tp8] [--experts marlin] [--profile]
 
 tiny, linear: random checkpoints with kernel-sized heads are written, served by vLLM with this plugin (with CUDA
 graphs, or eager) and compared with ``k3_core.reference`` on the same device. The measure: log probabilities of the
 tokens that were generated, teacher-forced, against the reference in fp32; the reference in bf16 has the same distance
 from it, so ours may have twice as much at the 90th percentile (beyond lie rows that chose another expert).
 
-rank: 8 layers (6 KDA, 2 MLA; 1 dense, 7 MoE) in the shapes of one rank of TP16 with random weights, made on the device:
-milliseconds of a decoding step for several batch sizes and of a prompt for several lengths, with CUDA graphs. vLLM's
-own model (``--impl upstream``) is timed by the same code in a process of its own; alternate the two.
+rank: 8 layers (6 KDA, 2 MLA; 1 dense, 7 MoE) in the shapes of one rank of TP16 or TP8 with random weights, made on the
+device, with CUDA graphs: milliseconds of a decoding step for several batch sizes and of a prompt for several lengths.
+``ms`` is the wall clock of the engine, scheduling and output processing of this one process included; ``model_ms`` is
+what the device needs from the start of a step's model to its end (events around the runner's execution, medians).
+vLLM's own model (``--impl upstream``; its experts by Humming, or ``--experts marlin``) is timed by the same code in a
+process of its own; alternate the two.
 
 Every part is guarded: a failure prints its traceback and the next part runs. Exit status 1 if any part failed.
 """
@@ -76,21 +79,21 @@ def tiny_text(preset: str, kernels: bool) -> dict[str, Any]:
     }
 
 
-def rank_config(layers: int = 8, experts: int = 896) -> Any:
-    """One rank of TP16 of the release: heads, widths and vocabulary divided by 16, text only."""
+def rank_config(tp: int = 16, layers: int = 8, experts: int = 896) -> Any:
+    """One rank of the release under tensor parallelism: heads, widths and vocabulary divided, text only."""
     from k3_core.checkpoint import tiny_config
     from k3_core.config import load_config
 
     text = dict(tiny_config("k3").to_dict()["text_config"])
     text |= {
         "architectures": ["KimiLinearForCausalLM"],
-        "vocab_size": 163840 // 16,
+        "vocab_size": 163840 // tp,
         "hidden_size": 7168,
         "num_hidden_layers": layers,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 6,
-        "intermediate_size": 33792 // 16,
-        "moe_intermediate_size": 192,
+        "num_attention_heads": 96 // tp,
+        "num_key_value_heads": 96 // tp,
+        "intermediate_size": 33792 // tp,
+        "moe_intermediate_size": 3072 // tp,
         "routed_expert_hidden_size": 3584,
         "num_experts": experts,
         "num_experts_per_token": 16,
@@ -107,7 +110,7 @@ def rank_config(layers: int = 8, experts: int = 896) -> Any:
         "pad_token_id": 3,
     }
     text["linear_attn_config"] = {
-        "num_heads": 6,
+        "num_heads": 96 // tp,
         "head_dim": 128,
         "short_conv_kernel_size": 4,
         "gate_lower_bound": -5.0,
@@ -304,8 +307,34 @@ def randomise(model: Any) -> None:
                     raw.random_(0, 256)
 
 
-def decode_ms(llm: Any, batch: int, context: int, steps: int = 64) -> float:
-    """Milliseconds of a decoding step: what ``steps`` more tokens add to the time of a whole batch."""
+class Steps:
+    """Device time of every execution of the runner's model, from events recorded around it."""
+
+    def __init__(self, llm: Any) -> None:
+        self.events: list[tuple[Any, Any]] = []
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        honest = runner.execute_model
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            result = honest(*args, **kwargs)
+            end.record()
+            self.events.append((begin, end))
+            return result
+
+        runner.execute_model = execute_model
+
+    def take(self) -> list[float]:
+        """Milliseconds of the executions since the last call."""
+        torch.cuda.synchronize()
+        times = [begin.elapsed_time(end) for begin, end in self.events]
+        self.events.clear()
+        return times
+
+
+def decode_ms(llm: Any, device: Steps, batch: int, context: int, steps: int = 64) -> dict[str, float]:
+    """Milliseconds of a decoding step: what ``steps`` more tokens add to a whole batch, and the device's median."""
     from vllm import SamplingParams
 
     requests = [{"prompt_token_ids": p} for p in prompts((context,) * batch, seed=batch, vocabulary=8192)]
@@ -320,8 +349,12 @@ def decode_ms(llm: Any, batch: int, context: int, steps: int = 64) -> float:
 
     seconds(8)
     few = min(seconds(8) for _ in range(3))
+    device.take()
     many = min(seconds(8 + steps) for _ in range(3))
-    return 1e3 * (many - few) / steps
+    return {
+        "ms": round(1e3 * (many - few) / steps, 3),
+        "model_ms": round(statistics.median(device.take()), 3),
+    }
 
 
 def profile_step(llm: Any, batch: int) -> dict[str, Any]:
@@ -341,27 +374,30 @@ def profile_step(llm: Any, batch: int) -> dict[str, Any]:
     return {"batch": batch, "device_us_a_step": round(total / count, 1), "kernels_us_and_count": top}
 
 
-def prefill_ms(llm: Any, length: int, repeats: int = 5) -> float:
-    """Median milliseconds of a whole request of ``length`` prompt tokens and one generated token."""
+def prefill_ms(llm: Any, device: Steps, length: int, repeats: int = 5) -> dict[str, float]:
+    """Median milliseconds of a request of ``length`` prompt tokens and one generated token, and the device's part."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-    times = []
+    times, parts = [], []
     for repeat in range(repeats + 2):
         prompt = prompts((length,), seed=100 + repeat, vocabulary=8192)[0]
         torch.cuda.synchronize()
+        device.take()
         began = time.perf_counter()
         llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times[2:])
+        parts.append(sum(device.take()))
+    return {"ms": round(statistics.median(times[2:]), 2), "model_ms": round(statistics.median(parts[2:]), 2)}
 
 
-def rank(work: Path, impl: str = "ours", profiled: bool = False) -> None:
+def rank(work: Path, impl: str, tp: int, experts: str, profiled: bool = False) -> None:
     """Times of the rank-shaped model, ours or (in a process of its own) vLLM's."""
     folder = work / "rank"
     folder.mkdir(parents=True, exist_ok=True)
-    config = rank_config().to_dict()
+    config = rank_config(tp).to_dict()
+    who: dict[str, Any] = {"part": "rank", "shape": f"TP{tp} rank, 8 layers", "impl": impl, "experts": experts}
     if impl == "upstream":
         # What vLLM makes of the release's quantisation: only the routed experts are MXFP4.
         config["quantization_config"] = {"quant_method": "mxfp4"}
@@ -371,28 +407,29 @@ def rank(work: Path, impl: str = "ours", profiled: bool = False) -> None:
         folder,
         load_format="dummy",
         skip_tokenizer_init=True,
-        max_model_len=16384,
+        max_model_len=40960,
         max_num_seqs=128,
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.6,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
     )
-    say(part="rank", start_s=round(time.monotonic() - began, 1), compiled_at_start=len(compiled_since()))
+    say(**who, start_s=round(time.monotonic() - began, 1), compiled_at_start=len(compiled_since()))
     randomise(model_of(llm))
     from vllm.compilation.counter import compilation_counter
 
     mode = str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)
-    say(part="rank", impl=impl, cudagraph_mode=mode, graphs=compilation_counter.num_cudagraph_captured)
+    say(**who, cudagraph_mode=mode, graphs=compilation_counter.num_cudagraph_captured)
+    device = Steps(llm)
     for batch in (1, 8, 32, 128):
-        say(part="rank", impl=impl, decode_batch=batch, ms=round(decode_ms(llm, batch, 128), 3))
-    for length in (1024, 8192):
-        say(part="rank", impl=impl, prefill=length, ms=round(prefill_ms(llm, length), 2))
+        say(**who, decode_batch=batch, **decode_ms(llm, device, batch, 128))
+    for length in (1024, 8192, 32768):
+        say(**who, prefill=length, **prefill_ms(llm, device, length, 5 if length < 16384 else 3))
     if profiled:
         for batch in (1, 32):
-            say(part="rank", impl=impl, profile=profile_step(llm, batch))
-    say(part="rank", compiled_while_serving=compiled_since())
-    say(part="rank", peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2))
+            say(**who, profile=profile_step(llm, batch))
+    say(**who, compiled_while_serving=compiled_since())
+    say(**who, peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2))
     stop(llm)
 
 
@@ -403,12 +440,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default="tiny,linear,rank" if torch.cuda.is_available() else "tiny,linear")
     parser.add_argument("--impl", default="ours", choices=("ours", "upstream"), help="of rank: whose model is timed")
+    parser.add_argument("--shape", default="tp16", choices=("tp16", "tp8"), help="of rank: whose share of the model")
+    parser.add_argument("--experts", default="humming", choices=("humming", "marlin"), help="of rank, upstream")
     parser.add_argument("--profile", action="store_true", help="of rank: device time by kernel as well")
     parser.add_argument("--modes", default="graphs", help="of tiny and linear: eager, graphs, or both by comma")
     options = parser.parse_args()
     wanted, modes = options.parts.split(","), options.modes.split(",")
     if options.impl == "upstream":
         os.environ["K3_IMPL"] = "upstream"
+        if options.experts == "marlin":  # vLLM prefers Humming where the package can be imported
+            sys.modules["humming"] = None  # type: ignore[assignment]
     if not torch.cuda.is_available():
         os.environ.setdefault("K3_IMPL", "nvidia")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -417,10 +458,11 @@ def main() -> int:
 
         say(device=torch.cuda.get_device_name(), torch=torch.__version__, vllm=vllm.__version__)
         watch_compiler()
+    experts = options.experts if options.impl == "upstream" else "k3-nvidia"
     parts: dict[str, Callable[[Path], None]] = {
         "tiny": lambda work: tiny("k3", modes, work),
         "linear": lambda work: tiny("linear", modes, work),
-        "rank": lambda work: rank(work, options.impl, options.profile),
+        "rank": lambda work: rank(work, options.impl, int(options.shape[2:]), experts, options.profile),
     }
     failed = []
     for name in wanted:

@@ -296,7 +296,7 @@ def check(part: str, modes: list[str], work: Path, layers: int, experts: int) ->
         else:
             options["compilation_config"] = gpu_smoke.GRAPHS
         began = time.monotonic()
-        llm = start(folder, skip_tokenizer_init=part != "rank13" or device == "cuda", **options)
+        llm = start(folder, skip_tokenizer_init=part != "rank13", **options)
         say(part=part, mode=mode, start_s=round(time.monotonic() - began, 1), model=type(model_of(llm)).__name__)
         if exact is None:
             began = time.monotonic()

@@ -32,10 +32,19 @@ _scan = Launcher(kda_scan_kernel)
 _short_conv = Launcher(short_conv_kernel)
 _BF16 = (torch.bfloat16,)
 _FLOATS = (torch.bfloat16, torch.float32)
+#: Compiled by Triton 3.6 for sm_90a the chunk kernels give wrong results with 16 channels (an H200, 2026-11-30; right
+#: in the interpreter, and right on the H200 from 32 on). K3 and Kimi-Linear have 128.
+LEAST_COMPILED_DIM = 32
 
 
 def supports_prefill(spec: CallSpec) -> tuple[bool, str]:
     """kda_prefill: bfloat16 activations (its matrix products have bfloat16 operands), any head count and gate form."""
+    dim = spec.sizes.get("K", 128)
+    if dim < LEAST_COMPILED_DIM and spec.device != "cpu":
+        return (
+            False,
+            f"kda_prefill: head dimension {dim} is below {LEAST_COMPILED_DIM}, the smallest that compiles right",
+        )
     bound = spec.options.get("lower_bound")
     if bound is not None and bound > 0:
         return False, f"kda_prefill: lower_bound must be negative or None, not {bound}"

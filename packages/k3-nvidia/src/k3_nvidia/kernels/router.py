@@ -96,18 +96,20 @@ def route_kernel(
     choice = score
     if HAS_BIAS:
         choice += tl.load(bias_ptr + expert, mask=there, other=0.0)
-    # an integer key in the order of the values; NaN is a value like any other, so that ids stay distinct
+    # An integer key in the order of the values, over the id counted from above: one maximum finds value and lowest id.
+    # NaN is a value like any other, so that ids stay distinct.
     key = (choice + 0.0).to(tl.int32, bitcast=True)
     key = key ^ ((key >> 31) & 0x7FFFFFFF)
     lowest: tl.constexpr = -0x7FFFFFFF - 1
-    key = tl.where(there, tl.maximum(key, lowest + 1), lowest)
+    gone: tl.constexpr = -0x7FFFFFFFFFFFFFFF - 1
+    key = (tl.maximum(key, lowest + 1).to(tl.int64) << 32) | (EB - 1 - expert)
+    key = tl.where(there, key, gone)
     slot = tl.arange(0, TK)
     ids = tl.zeros((TK,), tl.int32)
     for i in range(0, top_k):
         best = tl.max(key, 0)
-        index = tl.min(tl.where(key == best, expert, EB), 0)  # ties go to the lower id
-        ids = tl.where(slot == i, index, ids)
-        key = tl.where(expert == index, lowest, key)
+        ids = tl.where(slot == i, (EB - 1 - (best & 0xFFFFFFFF)).to(tl.int32), ids)
+        key = tl.where(key == best, gone, key)
     used = slot < top_k
     chosen = 1.0 / (1.0 + tl.exp(-_sum_splits(logits_ptr, row + ids, used, stride_split, SPLITS)))
     chosen = tl.where(used, chosen, 0.0)
@@ -195,6 +197,7 @@ def _launch_route(
     num_local: int,
     expert_map: torch.Tensor | None,
     pdl: bool,
+    warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     splits, tokens, num_experts = logits.shape
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
@@ -216,7 +219,7 @@ def _launch_route(
         EB=max(16, triton.next_power_of_2(num_experts)), TK=tk, SPLITS=splits, HAS_BIAS=bias is not None,
         RENORM=renormalize, LIST=mode, LB=16 if lst is None else lst.offset.numel(), WORDS=words,
         BN=lst.block_n if lst is not None and mode == 2 else 16,
-        HAS_MAP=expert_map is not None, CHUNK=512, PDL=pdl, num_warps=8 if mode == 2 else 1, **options,
+        HAS_MAP=expert_map is not None, CHUNK=512, PDL=pdl, num_warps=warps or (8 if mode == 2 else 1), **options,
     )  # fmt: skip
     return weights, ids
 
@@ -240,6 +243,22 @@ def route(
     return _launch_route(
         logits.unsqueeze(0), correction_bias, top_k, renormalize, routed_scaling_factor, None, 0, 0, None, False
     )
+
+
+def route_few(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    factor: float = 1.0,
+    pdl: bool = False,
+    warps: int = 4,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router product and choice for a handful of tokens, no work list: (topk_weights, topk_ids), two launches."""
+    logits = router_logits(x, weight, None, pdl)
+    return _launch_route(logits, bias, top_k, renormalize, factor, None, 0, 0, None, pdl, warps)
 
 
 def route_and_list(
