@@ -284,16 +284,16 @@ def measure(case: Case, runners: dict[str, Runner], bandwidth: float, finalists:
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def cute_jobs() -> dict[tuple[Any, int], list[tuple[int, int]]]:
-    """(configuration, M) -> the (N, K) it is tried at; empty where the CuTe DSL cannot be used."""
+def cute_jobs() -> dict[tuple[Any, int], list[Point]]:
+    """(configuration, 8-row tiles) -> the (M, N, K) it is tried at; empty where the CuTe DSL cannot be used."""
     from k3_nvidia.kernels import skinny_cute
 
-    jobs: dict[tuple[Any, int], list[tuple[int, int]]] = {}
+    jobs: dict[tuple[Any, int], list[Point]] = {}
     if skinny_cute.available()[0]:
         for m in BATCHES:
             for n, k in points():
                 for config in skinny_cute.candidates(m, n, k):
-                    jobs.setdefault((config, m), []).append((n, k))
+                    jobs.setdefault((config, skinny_cute.columns(m)), []).append((m, n, k))
     return jobs
 
 
@@ -302,20 +302,20 @@ def cute_shard(path: Path, index: int, count: int, deadline: float) -> None:
     from k3_nvidia.kernels import skinny_cute
 
     mine: dict[Point, dict[str, Runner]] = {}
-    for number, ((config, m), sizes) in enumerate(cute_jobs().items()):
+    for number, ((config, columns), tried) in enumerate(cute_jobs().items()):
         if number % count != index:
             continue
         try:
-            skinny_cute._compiled(config, m, DTYPE, False)
+            skinny_cute.compiled(config, columns, DTYPE, False)
         except Exception as err:
-            print(f"cute {config.name} M={m}: {type(err).__name__} {str(err)[:300]}", flush=True)
+            print(f"cute {config.name} {columns}: {type(err).__name__} {str(err)[:300]}", flush=True)
             continue
-        for n, k in sizes:
+        for point in tried:
             runner = lambda x, w, out, c=config: skinny_cute.skinny_cute(x, w, c, None, out)  # noqa: E731
-            mine.setdefault((m, n, k), {})[f"cute-{config.name}"] = runner
+            mine.setdefault(point, {})[f"cute-{config.name}"] = runner
     rows: dict[str, Any] = {}
     pool: torch.Tensor | None = None
-    for (m, n, k), runners in mine.items():
+    for (m, n, k), runners in sorted(mine.items(), key=lambda item: BATCHES.index(item[0][0])):
         with gpu_lock(path):
             if time.time() > deadline:
                 return

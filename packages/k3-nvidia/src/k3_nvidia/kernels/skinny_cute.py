@@ -10,8 +10,9 @@ What differs from the Triton kernels:
 - Under programmatic dependent launch the L2 is asked for the first batch of weights before x is waited for, and the
   assembler may move loads of W there: the kernel right before must not be the one that writes W (it writes x).
 
-N, K and strides are run-time values; a binary is compiled per M, configuration, dtype and residual and kept in this
-process. The package ``nvidia-cutlass-dsl`` is optional: ask :func:`available` first.
+M, N, K and strides are run-time values. A binary is compiled per number of 8-row tiles of x (M <= 8 or <= 16),
+configuration, dtype and residual and kept in this process; one per M would multiply the compilations of a start-up by
+eight for nothing. The package ``nvidia-cutlass-dsl`` is optional: ask :func:`available` first.
 """
 
 # mypy: allow-untyped-defs
@@ -83,11 +84,16 @@ def candidates(m: int, n: int, k: int) -> Iterator[Config]:
 
 
 @functools.cache
-def _compiled(config: Config, rows: int, dtype: torch.dtype, residual: bool) -> Any:
-    """The binary for these, compiled at first use."""
+def compiled(config: Config, columns: int, dtype: torch.dtype, residual: bool) -> Any:
+    """The binary for 1..8 rows (``columns`` 1) or 9..16 (2), compiled at first use."""
     from k3_nvidia.kernels import skinny_cute_kernel
 
-    return skinny_cute_kernel.build(config, rows, dtype == torch.bfloat16, residual)
+    return skinny_cute_kernel.build(config, columns, dtype == torch.bfloat16, residual)
+
+
+def columns(rows: int) -> int:
+    """Tiles of eight rows."""
+    return -(-rows // 8)
 
 
 def skinny_cute(
@@ -105,7 +111,7 @@ def skinny_cute(
     ok, why = available()
     if not ok:
         raise RuntimeError(why)
-    launch = _compiled(config, x.shape[0], x.dtype, residual is not None)
+    launch = compiled(config, columns(x.shape[0]), x.dtype, residual is not None)
     added = out if residual is None else residual
     launch(out, x, weight, added, torch.cuda.current_stream(x.device).cuda_stream)
     return out

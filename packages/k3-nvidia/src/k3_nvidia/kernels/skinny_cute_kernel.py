@@ -87,17 +87,19 @@ def _remote(address, rank, *, loc=None, ip=None):
 # -------------------------------------------------------------------------------------------------------------- kernel
 
 
-def build(config, rows, bf16, residual, compile_only_for=None):
-    """A function (out, x, weight, residual, stream) that launches; for an architecture only the compiled object."""
+def build(config, columns, bf16, residual, compile_only_for=None):
+    """For ``columns`` tiles of eight rows of x: a function (out, x, weight, residual, stream) that launches.
+
+    compile_only_for: an architecture; then the compiled object is returned and not loaded.
+    """
     tiles, unroll, warps, cluster = config.tiles, config.unroll, config.warps, config.cluster
-    columns = 1 if rows <= 8 else 2  # n8 tiles of x rows
     block_n, width = 16 * tiles, 8 * columns
     element = cutlass.BFloat16 if bf16 else cutlass.Float16
 
     @cute.kernel
     def kernel(
-        out: cute.Pointer, x: cute.Pointer, w: cute.Pointer, added: cute.Pointer, n_size: Int32, k_size: Int32,
-        stride_out: Int32, stride_x: Int32, stride_w: Int32, stride_added: Int32,
+        out: cute.Pointer, x: cute.Pointer, w: cute.Pointer, added: cute.Pointer, rows: Int32, n_size: Int32,
+        k_size: Int32, stride_out: Int32, stride_x: Int32, stride_w: Int32, stride_added: Int32,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -222,18 +224,18 @@ def build(config, rows, bf16, residual, compile_only_for=None):
 
     @cute.jit
     def launch(
-        out: cute.Pointer, x: cute.Pointer, w: cute.Pointer, added: cute.Pointer, n_size: Int32, k_size: Int32,
-        stride_out: Int32, stride_x: Int32, stride_w: Int32, stride_added: Int32, stream: cuda.CUstream,
+        out: cute.Pointer, x: cute.Pointer, w: cute.Pointer, added: cute.Pointer, rows: Int32, n_size: Int32,
+        k_size: Int32, stride_out: Int32, stride_x: Int32, stride_w: Int32, stride_added: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         grid = cute.ceil_div(n_size, block_n) * cluster
-        kernel(out, x, w, added, n_size, k_size, stride_out, stride_x, stride_w, stride_added).launch(
+        kernel(out, x, w, added, rows, n_size, k_size, stride_out, stride_x, stride_w, stride_added).launch(
             grid=[grid, 1, 1], block=[warps * 32, 1, 1], cluster=[cluster, 1, 1], stream=stream, use_pdl=True
         )
 
     def pointer(address, align):
         return make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
 
-    sizes = [Int32(v) for v in (16, 16, 16, 16, 16, 16)]
+    sizes = [Int32(v) for v in (1, 16, 16, 16, 16, 16, 16)]
     pointers = [pointer(a, al) for a, al in ((256, 2), (512, 16), (1024, 16), (2048, 2))]
     options = {} if compile_only_for is None else {"options": f"--gpu-arch {compile_only_for} --keep-cubin --keep-ptx"}
     compiled = cute.compile(launch, *pointers, *sizes, cuda.CUstream(0), **options)
@@ -243,7 +245,7 @@ def build(config, rows, bf16, residual, compile_only_for=None):
     def call(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, added: torch.Tensor, stream: int) -> None:
         compiled(
             pointer(out.data_ptr(), 2), pointer(x.data_ptr(), 16), pointer(w.data_ptr(), 16),
-            pointer(added.data_ptr(), 2), Int32(w.shape[0]), Int32(w.shape[1]), Int32(out.stride(0)),
+            pointer(added.data_ptr(), 2), Int32(x.shape[0]), Int32(w.shape[0]), Int32(w.shape[1]), Int32(out.stride(0)),
             Int32(x.stride(0)), Int32(w.stride(0)), Int32(added.stride(0)), cuda.CUstream(stream),
         )  # fmt: skip
 
