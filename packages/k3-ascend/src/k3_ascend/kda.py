@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from k3_ascend import channels, dispatch, state_copy
+from k3_ascend import channels, dispatch, speculation, state_copy
 from k3_core.config import TextConfig
 from k3_core.vllm.serving.kda_layer import KdaLayer
 from k3_core.vllm.serving.kda_metadata import KdaBackend, KdaMetadata, KdaMetadataBuilder
@@ -59,7 +59,12 @@ class AscendKdaMetadataBuilder(KdaMetadataBuilder):
         num_decode_draft_tokens_cpu: Tensor | None = None,
         fast_build: bool = False,
     ) -> AscendKdaMetadata:
-        """See :meth:`KdaMetadataBuilder.build`."""
+        """See :meth:`KdaMetadataBuilder.build`; rows that drafted nothing are verified too."""
+        if self.use_spec_decode and num_accepted_tokens is not None and num_decode_draft_tokens_cpu is not None:
+            m = common_attn_metadata
+            num_decode_draft_tokens_cpu = speculation.with_undrafted(
+                num_decode_draft_tokens_cpu[: m.num_reqs], m.query_start_loc_cpu, m.is_prefilling
+            )
         made = super().build(
             common_prefix_len, common_attn_metadata, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
         )
@@ -96,9 +101,9 @@ class KimiDeltaAttention(KdaLayer, state_copy.StateCopyLayer):
         )
         q, k, v = (third.unflatten(-1, (-1, self.head_dim)) for third in mixed.chunk(3, dim=-1))
         copies, cache, pages = state_copy.of(self), self.recurrent_cache(), state_copy.without_null(p.slots)
-        # Row 0 of the packed states stands for the null block, which operators skip.
-        packed = cache.new_zeros(p.slots.shape[0] + 1, *cache.shape[1:])
-        packed[1:] = copies.gather(cache, pages, p.has_initial_state)
+        # Row 0 of the packed states stands for the null block, which operators neither read nor write.
+        packed = cache.new_empty(p.slots.shape[0] + 1, *cache.shape[1:])
+        copies.gather(cache, pages, p.has_initial_state, out=packed[1:])
         own = torch.arange(1, packed.shape[0], dtype=p.slots.dtype, device=packed.device)
         rows = torch.where(p.slots > 0, own, 0)
         o = self._prefill(

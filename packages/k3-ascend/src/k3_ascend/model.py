@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
 
-from k3_ascend import dispatch, state_copy, warmup
+from k3_ascend import dispatch, speculation, state_copy, warmup
 from k3_ascend.kda import KimiDeltaAttention
 from k3_ascend.mla import LatentAttention
 from k3_ascend.moe import MoE
@@ -160,7 +160,9 @@ class KimiLinearForCausalLM(TextServing):
     def __init__(self, *, vllm_config: Any, prefix: str = "", config: K3Config | None = None) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, config=config)
         if dispatch.device()[0] == "npu":
-            state_copy.install()  # before the runner that builds this model binds its caches
+            # Before the runner that builds this model binds its caches and takes its first step.
+            state_copy.install()
+            speculation.install()
 
     def make_stack(self, prefix: str) -> KimiLinearModel:
         """Our own layers."""
