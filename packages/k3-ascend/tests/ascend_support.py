@@ -169,3 +169,163 @@ def forward_context(vllm_config: Any, tokens: int, metadata: Any = None, *, prof
 
     with set_ascend_forward_context(metadata, vllm_config, num_tokens=tokens, in_profile_run=profile), nullcontext():
         yield
+
+
+BLOCK = 128
+
+
+class _Torch:
+    """torch, but for the dtype that vllm-ascend's prefill converts to."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _unrounded_prefill(dtype: torch.dtype) -> None:
+    """In fp32, lift the rounding of attention inputs to bfloat16, which vllm-ascend does for its kernel's sake."""
+    from vllm_ascend.attention import mla_v1
+
+    mla_v1.torch = _Torch() if dtype == torch.float32 else torch
+
+
+class Steps:
+    """Engine steps on CPU tensors: the real metadata builders, caches bound as vLLM's runner binds them.
+
+    Requests keep their place; each has one state slot (from 1) and its own latent pages.
+    """
+
+    def __init__(self, model: Any, vllm_config: Any, requests: int = 4) -> None:
+        from k3_ascend import state_copy
+        from k3_ascend.kda import KimiDeltaAttention
+        from k3_ascend.mla import LatentAttention
+        from k3_ascend.state_copy.compiler import ContractCompiler
+
+        self.model, self.config, self.requests = model, vllm_config, requests
+        self.text = model.config.text
+        dtype = vllm_config.model_config.dtype
+        pages = 1 + requests * -(-vllm_config.model_config.max_model_len // BLOCK)
+        self.latent = [m for m in model.modules() if isinstance(m, LatentAttention)]
+        self.recurrent = {m.prefix: m for m in model.modules() if isinstance(m, KimiDeltaAttention)}
+        for layer in self.latent:
+            widths = (self.text.kv_lora_rank, self.text.qk_rope_head_dim)
+            layer.attn.kv_cache = tuple(torch.full((pages, BLOCK, 1, w), float("nan"), dtype=dtype) for w in widths)
+        for layer in self.recurrent.values():
+            shapes = zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True)
+            # Slots hold another request's leftovers; the null block stays as it is.
+            layer.kv_cache = [torch.full((requests + 1, *shape), float("nan"), dtype=kind) for shape, kind in shapes]
+        _unrounded_prefill(dtype)
+        from vllm_ascend.ops.rotary_embedding import set_cos_and_sin
+
+        set_cos_and_sin(vllm_config, requests, 1, dtype, torch.device("cpu"))  # as the runner does
+        state_copy.initialise(
+            self.recurrent, max_num_seqs=requests, compiler=ContractCompiler(), generation=lambda _: "910B"
+        )
+        self.lengths = [0] * requests
+        self._builders = self._make_builders()
+
+    def _make_builders(self) -> tuple[Any, Any]:
+        from vllm.v1.kv_cache_interface import MLAAttentionSpec
+        from vllm_ascend.attention.mla_v1 import AscendMLAMetadataBuilder
+
+        from k3_ascend.kda import AscendKdaMetadataBuilder
+
+        device = torch.device("cpu")
+        spec = MLAAttentionSpec(
+            block_size=BLOCK,
+            num_kv_heads=1,
+            head_size=self.text.kv_lora_rank + self.text.qk_rope_head_dim,
+            dtype=self.config.model_config.dtype,
+        )
+        latent = AscendMLAMetadataBuilder(spec, [m.attention_name for m in self.latent], self.config, device)
+        first = next(iter(self.recurrent.values()))
+        recurrent = AscendKdaMetadataBuilder(
+            first.get_kv_cache_spec(self.config), list(self.recurrent), self.config, device
+        )
+        return latent, recurrent
+
+    def step(self, tokens: list[list[int]]) -> list[torch.Tensor]:
+        """Logits [n, vocab] of each request's new tokens; requests are 0 .. len(tokens) - 1, decodes first."""
+        bounds = torch.tensor([0, *torch.tensor([len(t) for t in tokens]).cumsum(0).tolist()], dtype=torch.int32)
+        metadata = self._metadata(tokens, bounds)
+        ids = torch.tensor([i for t in tokens for i in t])
+        with torch.no_grad(), forward_context(self.config, len(ids), metadata):
+            hidden = self.model(None, None, inputs_embeds=self.model.embed_input_ids(ids))
+            text = self.model.get_language_model() if hasattr(self.model, "get_language_model") else self.model
+            logits = torch.nn.functional.linear(text.model.norm(hidden), text.lm_head.weight).float()
+        for request, new in enumerate(tokens):
+            self.lengths[request] += len(new)
+        return [logits[a:b, : self.text.vocab_size] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    def prefill(self, prompts: list[list[int]]) -> list[torch.Tensor]:
+        """All prompts whole, in one step."""
+        return self.step(prompts)
+
+    def decode(self, tokens: list[int]) -> list[torch.Tensor]:
+        """One token a request."""
+        return [logits[0] for logits in self.step([[t] for t in tokens])]
+
+    def _metadata(self, tokens: list[list[int]], bounds: torch.Tensor) -> dict[str, Any]:
+        from vllm_ascend.attention.attention_v1 import AscendAttentionState
+        from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
+
+        rows = len(tokens)
+        new = torch.tensor([len(t) for t in tokens], dtype=torch.int32)
+        computed = torch.tensor(self.lengths[:rows], dtype=torch.int32)
+        seq_lens = computed + new
+        per_request = -(-self.config.model_config.max_model_len // BLOCK)
+        table = 1 + torch.arange(rows * per_request, dtype=torch.int32).view(rows, per_request)
+        positions = torch.cat([torch.arange(int(c), int(s)) for c, s in zip(computed, seq_lens, strict=True)])
+        owner = torch.repeat_interleave(torch.arange(rows), new.long())
+        slots = table[owner, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        decoding = bool((computed > 0).all())
+        common = AscendCommonAttentionMetadata(
+            query_start_loc=bounds,
+            query_start_loc_cpu=bounds,
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens,
+            num_computed_tokens_cpu=computed,
+            num_reqs=rows,
+            num_actual_tokens=int(bounds[-1]),
+            max_query_len=int(new.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=table,
+            slot_mapping=slots.to(torch.int32),
+            positions=positions,
+            attn_state=AscendAttentionState.DecodeOnly if decoding else AscendAttentionState.PrefillNoCache,
+            num_input_tokens=int(bounds[-1]),
+            is_prefilling=computed == 0,
+            seq_lens_cpu_upper_bound=seq_lens,
+        )
+        latent, recurrent = self._builders
+        of_latent = latent.build(0, common)
+        common.block_table_tensor = torch.arange(1, rows + 1, dtype=torch.int32).view(rows, 1)
+        of_recurrent = recurrent.build(0, common)
+        result = {layer.attention_name: of_latent for layer in self.latent}
+        return result | dict.fromkeys(self.recurrent, of_recurrent)
+
+
+def wide_config() -> Any:
+    """A 5-layer Kimi K3 whose experts are wide enough for every form of their weights."""
+    from k3_core.checkpoint.tiny_config import tiny_config
+
+    return tiny_config("k3", moe_intermediate_size=256, routed_expert_hidden_size=256)
+
+
+def load(model: Any, vllm_config: Any) -> set[str]:
+    """Weights through vLLM's default loader, then what vLLM does with attention layers."""
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loader = DefaultModelLoader(vllm_config.load_config)
+    names: set[str] = model.load_weights(loader.get_all_weights(vllm_config.model_config, model))
+    for module in model.modules():
+        if isinstance(module, MLAAttention) and _has_cpu_operators():
+            module.process_weights_after_loading(vllm_config.model_config.dtype)
+    return names
+
+
+def _has_cpu_operators() -> bool:
+    """Whether reference implementations are registered for CPU tensors."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("npu::npu_format_cast", "CPU")

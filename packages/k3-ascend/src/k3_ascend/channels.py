@@ -115,7 +115,7 @@ ROWS = (
             "npu::npu_transpose_batchmatmul",
             "npu::npu_attention_update",
         ),
-        "its MLA backend pads few heads to a power of two; rotation is by cos 1 and sin 0",
+        "its MLA backend, given a documented head count (8 to 128; zero heads pad); rotation is by cos 1 and sin 0",
     ),
     Row(
         "norm",

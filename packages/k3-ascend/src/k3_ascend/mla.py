@@ -8,7 +8,11 @@ The backend's implementation runs everything from the first projection to the ou
 output projection's place only: an object that returns what it gets, so that the gate can be applied before the real
 projection. Nothing is rotated: the backend multiplies by cosines and sines that it looks up by position, and all of
 them are 1 and 0 (its rotation also reorders the columns, in queries and keys alike, which leaves products as they
-are). It pads head counts that are not a power of two for its attention operators; K3 has 96 heads, 12 at TP8.
+are).
+
+The attention operators document head counts: 8, 16, 32, 64 or 128 for prefills, powers of two for decoding over pages.
+K3 has 96 heads, 12 a rank at TP8. The backend pads the decoding only, so here it is given the next count that both
+take: heads behind the model's own have zero rows in the up-projections, and their zeros are cut off.
 
 With attention and recurrent layers in one model, the backend's update of a captured graph must see attention layers
 only: it pairs layers and captured operators by position. :func:`only_latent_layers` sees to that.
@@ -31,6 +35,16 @@ from k3_core.vllm import compat
 from k3_core.vllm.serving.modules import Loadable, below, local_linear, norm, row_parallel, tp
 
 _MARK = "_k3_only_latent_layers"
+#: Head counts that both attention operators document.
+HEAD_COUNTS = (8, 16, 32, 64, 128)
+
+
+def padded_heads(heads: int) -> int:
+    """The smallest documented head count of at least ``heads``. Raises UnsupportedError above the largest."""
+    found = next((count for count in HEAD_COUNTS if count >= heads), None)
+    if found is None:
+        raise UnsupportedError(f"{heads} attention heads a rank: vllm-ascend's MLA takes at most {HEAD_COUNTS[-1]}")
+    return found
 
 
 class _Unprojected:
@@ -59,25 +73,28 @@ class LatentAttention(Loadable):
         super().__init__()
         size, _ = tp()
         self.text, self.heads = text, text.num_attention_heads // size
+        self.attention_heads = padded_heads(self.heads)
         self.attention_name = f"{prefix}.attn"
         hidden, eps = text.hidden_size, text.low_rank_norm_eps
         cache_row = text.kv_lora_rank + text.qk_rope_head_dim
         self.q_a_layernorm = None
         if text.q_lora_rank is None:
-            self.q_proj = _linear(hidden, self.heads * text.qk_head_dim, f"{prefix}.q_proj")
+            self.q_proj = _linear(hidden, self.attention_heads * text.qk_head_dim, f"{prefix}.q_proj")
             self.kv_a_proj_with_mqa = _linear(hidden, cache_row, f"{prefix}.kv_a_proj_with_mqa")
         else:
             self.fused_qkv_a_proj = _linear(hidden, text.q_lora_rank + cache_row, f"{prefix}.fused_qkv_a_proj")
             self.q_a_layernorm = norm(text.q_lora_rank, eps)
-            self.q_b_proj = _linear(text.q_lora_rank, self.heads * text.qk_head_dim, f"{prefix}.q_b_proj")
+            self.q_b_proj = _linear(text.q_lora_rank, self.attention_heads * text.qk_head_dim, f"{prefix}.q_b_proj")
         self.kv_a_layernorm = norm(text.kv_lora_rank, eps)
         self.kv_b_proj = ColumnParallelLinear(
             text.kv_lora_rank,
-            text.num_attention_heads * (text.qk_nope_head_dim + text.v_head_dim),
+            size * self.attention_heads * (text.qk_nope_head_dim + text.v_head_dim),
             bias=False,
             quant_config=None,
             prefix=f"{prefix}.kv_b_proj",
         )
+        for projection, per_head in self._by_head():
+            projection.weight.data[self.heads * per_head :].zero_()
         if text.mla_use_output_gate:
             self.g_proj = local_linear(hidden, self.heads * text.v_head_dim, f"{prefix}.g_proj")
         self.o_proj = row_parallel(text.num_attention_heads * text.v_head_dim, hidden, f"{prefix}.o_proj")
@@ -85,11 +102,17 @@ class LatentAttention(Loadable):
         no_rotation(text.qk_rope_head_dim, vllm_config.model_config)
         only_latent_layers()
 
+    def _by_head(self) -> tuple[tuple[Any, int], tuple[Any, int]]:
+        """The projections whose rows are cut by head, padding included, and rows a head."""
+        text = self.text
+        query = self.q_proj if text.q_lora_rank is None else self.q_b_proj
+        return (query, text.qk_head_dim), (self.kv_b_proj, text.qk_nope_head_dim + text.v_head_dim)
+
     def _attention(self, vllm_config: Any) -> MLAAttention:
         text = self.text
         low_rank = text.q_lora_rank is not None
         attention = MLAAttention(
-            num_heads=self.heads,
+            num_heads=self.attention_heads,
             scale=text.qk_head_dim**-0.5,
             qk_nope_head_dim=text.qk_nope_head_dim,
             qk_rope_head_dim=text.qk_rope_head_dim,
@@ -132,29 +155,31 @@ class LatentAttention(Loadable):
 
     def _attend(self, x: Tensor) -> Tensor:
         """Attention [T, heads * v] of this step's rows, which are also written to the cache."""
-        out = x.new_zeros(x.shape[0], self.heads * self.text.v_head_dim)
+        width = self.heads * self.text.v_head_dim
+        out = x.new_zeros(x.shape[0], self.attention_heads * self.text.v_head_dim)
         metadata = compat.forward_metadata(self.attention_name)
         if metadata is None:
-            return out
+            return out[:, :width]
         attended: Tensor = self.attn.impl.forward(
             self.attention_name, x, self.attn.kv_cache, metadata, need_gather_q_kv=False, output=out
         )
-        return attended
+        return attended[:, :width]
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Where the checkpoint's tensors go."""
         text = self.text
         if text.q_lora_rank is None:
-            yield from below("q_proj", self.q_proj)
+            yield "q_proj.weight", self.q_proj.weight[: self.heads * text.qk_head_dim]
             yield from below("kv_a_proj_with_mqa", self.kv_a_proj_with_mqa)
         else:
             fused = self.fused_qkv_a_proj.weight
             yield "q_a_proj.weight", fused[: text.q_lora_rank]
             yield "kv_a_proj_with_mqa.weight", fused[text.q_lora_rank :]
             yield from below("q_a_layernorm", self.q_a_layernorm)
-            yield from below("q_b_proj", self.q_b_proj)
+            yield "q_b_proj.weight", self.q_b_proj.weight[: self.heads * text.qk_head_dim]
         yield from below("kv_a_layernorm", self.kv_a_layernorm)
-        yield from below("kv_b_proj", self.kv_b_proj)
+        per_head = text.qk_nope_head_dim + text.v_head_dim
+        yield "kv_b_proj.weight", self.kv_b_proj.weight[: self.heads * per_head]
         if text.mla_use_output_gate:
             yield from below("g_proj", self.g_proj)
         yield from below("o_proj", self.o_proj)
