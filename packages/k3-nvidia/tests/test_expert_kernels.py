@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,23 +67,6 @@ SITU = Implementation("situ", "triton", situ.situ_and_mul, supports_situ)
 @pytest.mark.slow
 def test_experts_conform() -> None:
     conformance.run("experts", EXPERTS, DEVICE, dtypes=(torch.bfloat16,), scales=(SCALE,)).raise_if_failed()
-
-
-def vector(x, weights, topk_weights, topk_ids, *, hidden_act, situ_beta, situ_linear_beta, expert_map=None, out=None):
-    plan = replace(SMALL, vector=True, vector_warps=4)
-    return experts.experts(
-        x, weights, topk_weights, topk_ids, hidden_act=hidden_act, situ_beta=situ_beta,
-        situ_linear_beta=situ_linear_beta, expert_map=expert_map, out=out, plan=plan,
-    )  # fmt: skip
-
-
-def test_the_path_of_a_handful_of_tokens_conforms() -> None:
-    """Every case, although serving sends only few tokens this way."""
-    path = Implementation("experts", "vector", vector, supports_experts, prepare=experts.prepare)
-    most = 6 if DEVICE == "cpu" else 8
-    conformance.run(
-        "experts", path, DEVICE, dtypes=(torch.bfloat16,), scales=(SCALE,), only=lambda c: c.sizes["T"] <= most
-    ).raise_if_failed()
 
 
 def test_a_wrong_implementation_fails() -> None:

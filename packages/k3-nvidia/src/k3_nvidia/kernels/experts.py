@@ -15,7 +15,6 @@ import triton
 from k3_core.operators.triton_host import interpreting
 from k3_nvidia.kernels import moe_worklist, router
 from k3_nvidia.kernels.experts_gemm import w2_kernel, w2_wide_kernel, w13_kernel
-from k3_nvidia.kernels.experts_vector import vector_experts
 from k3_nvidia.kernels.moe_combine import combine
 from k3_nvidia.kernels.moe_layout import SwizzledExperts, empty_swizzled, pack_expert_, supports_shape
 from k3_nvidia.kernels.moe_worklist import Worklist
@@ -23,7 +22,6 @@ from k3_nvidia.kernels.situ import activation_code
 from k3_nvidia.tuning import experts as tuning
 from k3_nvidia.tuning.experts import Plan
 
-VECTOR_WIDTH = 768  # wider experts would unroll too far in ``experts_vector``
 NARROW_BLOCKS = 12  # up to this many column blocks (width 768) the down product keeps y on chip
 
 
@@ -173,24 +171,8 @@ def experts(
         return out
     total = weights.num_experts if expert_map is None else expert_map.numel()
     plan = plan or _plan(tokens, top_k, total, weights)
-    if plan.vector and weights.padded_width <= VECTOR_WIDTH:
-        return _vector(x, weights, topk_weights, topk_ids, expert_map, act, plan, out)
     lst = moe_worklist.build(topk_ids, weights.num_experts, plan.item_n, expert_map, plan.pdl)
     return _products(x, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out)
-
-
-def _vector(
-    x: torch.Tensor,
-    weights: SwizzledExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    act: tuple[int, float, float],
-    plan: Plan,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    warps = (plan.vector_warps, plan.vector_warps)
-    return vector_experts(x, weights, topk_weights, topk_ids, expert_map, act, out, pdl=plan.pdl, warps=warps)
 
 
 def _products(
@@ -237,13 +219,6 @@ def moe_forward(
         return out
     act = activation_code(hidden_act, situ_beta, situ_linear_beta)
     plan = plan or _plan(tokens, top_k, router_weight.shape[0], weights)
-    if plan.vector and weights.padded_width <= VECTOR_WIDTH:
-        topk_weights, topk_ids = router.route_few(
-            hidden, router_weight, router_bias, top_k, renormalize=renormalize, factor=routed_scaling_factor,
-            pdl=plan.pdl,
-        )  # fmt: skip
-        _check(latent, weights, topk_ids)
-        return _vector(latent, weights, topk_weights, topk_ids, expert_map, act, plan, out)
     topk_weights, topk_ids, lst = router.route_and_list(
         hidden, router_weight, router_bias, top_k, weights.num_experts, plan.item_n, renormalize=renormalize,
         factor=routed_scaling_factor, expert_map=expert_map, pdl=plan.pdl,

@@ -80,8 +80,9 @@ def _plain_value(bits, scale, half: tl.constexpr):
 
 
 @triton.jit
-def decode_parts(codes, scale, MT: tl.constexpr, KT: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Codes [MT, KT, 256] and scale words [MT, KT, 8] -> weights of positions 0..3, each [MT, KT, g, t, u, r, h].
+def decode_tile(codes, scale, MT: tl.constexpr, KT: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr):
+    """Codes [MT, KT, 256] and scale words [MT, KT, 8] -> the four operands [16 MT, 16 KT] (columns 16 p .. of each
+    block).
 
     bf16; fp32 in the interpreter.
     """
@@ -110,14 +111,7 @@ def decode_parts(codes, scale, MT: tl.constexpr, KT: tl.constexpr, WIDE: tl.cons
             asm, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, s0, s1],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
-    return p0, p1, p2, p3
-
-
-@triton.jit
-def decode_tile(codes, scale, MT: tl.constexpr, KT: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr):
-    """As decode_parts, in the shape of the four operands [16 MT, 16 KT] (columns 16 p .. of each block)."""
-    p = decode_parts(codes, scale, MT, KT, WIDE, INTERPRET)
-    return _operand(p[0], MT, KT), _operand(p[1], MT, KT), _operand(p[2], MT, KT), _operand(p[3], MT, KT)
+    return _operand(p0, MT, KT), _operand(p1, MT, KT), _operand(p2, MT, KT), _operand(p3, MT, KT)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ class Plan:
     """Tiles of one expert call. block_n: tokens a tile, plus up to extra_n more in a second accumulator; w13: row
     blocks (16 rows each), column blocks (64 each), warps, stages;
     w2: row blocks, warps, stages and row tiles a program (narrow kernel), or wide_mt row blocks and kt2 column
-    blocks. vector: a handful of tokens goes through ``experts_vector``, with that many warps a program."""
+    blocks."""
 
     block_n: int
     mt13: int
@@ -34,8 +34,6 @@ class Plan:
     pdl: bool
     extra_n: int = 0
     wide_mt: int = 8
-    vector: bool = False
-    vector_warps: int = 8
 
     @property
     def item_n(self) -> int:
