@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
@@ -159,13 +160,20 @@ class KimiLinearModel(TextStack):
 class KimiLinearForCausalLM(TextServing):
     """The text model with its head, as vLLM serves it; also the text part of Kimi K3."""
 
+    def __init__(self, *, vllm_config: Any, prefix: str = "", config: K3Config | None = None) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, config=config)
+        if dispatch.device()[0] == "cuda":
+            from k3_nvidia import few_rows
+
+            few_rows.install(self, vllm_config, torch.cuda.get_device_name())
+
     def make_stack(self, prefix: str) -> KimiLinearModel:
         """Our own layers."""
         return KimiLinearModel(self.config, self.vllm_config, prefix)
 
     def warm_up(self) -> None:
         """Meet every kernel variant; see :mod:`k3_nvidia.warmup`."""
-        warmup.WARM_UP.run(self)
+        warmup.run(self)
 
 
 # --------------------------------------------------------------------------------------------------- multimodal model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,3 +34,12 @@ def _segments_of_one_chunk(layer: KdaLayer, longest: int, device: torch.device) 
 
 
 WARM_UP = WarmUp(dispatch.warmup_profiles, _attn_res_edges, tuning.step_rows, _segments_of_one_chunk)
+
+
+def run(text_model: Any) -> None:
+    """Meet every variant once: this wheel's operators, then the products for few rows."""
+    WARM_UP.run(text_model)
+    if os.environ.get("K3_WARMUP", "1") != "0" and dispatch.device()[0] == "cuda":
+        from k3_nvidia import few_rows
+
+        few_rows.warm_up(text_model)

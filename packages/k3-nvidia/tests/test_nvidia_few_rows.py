@@ -1,0 +1,153 @@
+"""Which product a linear layer runs at which row count: the table's rules, the layers' hook, what falls through."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from k3_nvidia import few_rows
+from k3_nvidia.kernels import skinny_cute, skinny_gemm
+from k3_nvidia.tuning import skinny as tuning
+
+BOTH, TRITON = frozenset({"triton", "cute"}), frozenset({"triton"})
+VECTOR = {"kind": "vector", "block_n": 8, "block_k": 64, "splits": 1, "warps": 1}
+DOT = {"kind": "dot", "block_n": 16, "block_k": 64, "splits": 1, "warps": 4}
+CUTE = {"tiles": 1, "unroll": 4, "warps": 8, "cluster": 1}
+ROWS = [
+    {"m": 1, "n": 24, "k": 64, "best": [{"kernel": "cute", "config": CUTE}, {"kernel": "triton", "config": VECTOR}]},
+    {"m": 2, "n": 24, "k": 64, "best": []},
+    {"m": 8, "n": 24, "k": 64, "best": [{"kernel": "triton", "config": DOT}]},
+]
+
+
+@pytest.fixture
+def small_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "table", lambda: {"devices": {"a GPU": {"rows": ROWS}}})
+    tuning._winners.cache_clear()
+    yield
+    tuning._winners.cache_clear()
+
+
+@pytest.mark.usefixtures("small_table")
+def test_rules_of_the_table() -> None:
+    found = tuning.choices(24, 64, "a GPU", BOTH)
+    assert [None if c is None else c.kernel for c in found] == [None, "cute", None] + ["triton"] * 6 + [None] * 8
+    without = tuning.choices(24, 64, "a GPU", TRITON)
+    assert without[1] is not None
+    assert without[1].kernel == "triton"
+    assert not any(tuning.choices(24, 128, "a GPU", BOTH)), "a size that was not measured"
+    assert not any(tuning.choices(24, 64, "another GPU", BOTH)), "a device that was not measured"
+    assert not tuning.measured("another GPU")
+
+
+def test_every_entry_of_the_shipped_table_is_a_configuration() -> None:
+    for device in tuning.table()["devices"].values():
+        assert device["date"]
+        for row in device["rows"]:
+            assert 1 <= row["m"] <= skinny_gemm.MAX_ROWS
+            for entry in row["best"]:
+                assert entry["us"] <= tuning.MARGIN * row["cublas_us"], row
+                if entry["kernel"] == "cute":
+                    skinny_cute.Config(**entry["config"])
+                else:
+                    config = skinny_gemm.Config(**entry["config"])
+                    assert config.kind != "vector" or row["m"] <= skinny_gemm.MAX_VECTOR_ROWS
+
+
+def hooked(calls: list[int]) -> tuple[few_rows.FewRows, Any]:
+    layer = SimpleNamespace(weight=torch.randn(24, 64).bfloat16())
+
+    def usual(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        calls.append(x.shape[0])
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+    return few_rows.FewRows(usual, (24, 64), tuning.choices(24, 64, "a GPU", TRITON)), layer
+
+
+@pytest.mark.usefixtures("small_table")
+def test_the_hook_takes_what_the_table_names_and_nothing_else() -> None:
+    calls: list[int] = []
+    apply, layer = hooked(calls)
+    for rows in (1, 5):
+        x = torch.randn(rows, 80).bfloat16()[:, :64]  # padded rows, as slices of a fused projection are
+        torch.testing.assert_close(apply(layer, x), (x.double() @ layer.weight.double().t()).bfloat16())
+    assert not calls
+    x = torch.randn(40, 65).bfloat16()
+    for usual in (x[:2, :64], x[:9].reshape(-1)[: 9 * 64].view(9, 64), x[:17, :64], x[:0, :64], x[:1, 1:]):
+        apply(layer, usual)
+    apply(layer, x[:1].clone()[:, :64], torch.zeros(24).bfloat16())
+    apply(layer, torch.zeros(1, 2, 64).bfloat16())
+    assert calls == [2, 9, 17, 0, 1, 1, 1]
+
+
+@pytest.mark.usefixtures("small_table")
+def test_warm_up_meets_every_row_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    apply, layer = hooked(calls)
+    ran: list[int] = []
+    apply.products = [None if p is None else (lambda x, w: ran.append(x.shape[0])) for p in apply.products]
+    layer.quant_method = SimpleNamespace(apply=apply)
+    few_rows.warm_up(SimpleNamespace(modules=lambda: [layer, layer, torch.nn.Linear(1, 1)]))  # type: ignore[arg-type]
+    assert ran == [1, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.usefixtures("small_table")
+@pytest.mark.parametrize(
+    ("device", "backend", "invariant", "count"),
+    [("a GPU", "auto", "0", 1), ("another GPU", "auto", "0", 0), ("a GPU", "torch", "0", 0), ("a GPU", "auto", "1", 0)],
+)
+def test_install(monkeypatch: pytest.MonkeyPatch, device: str, backend: str, invariant: str, count: int) -> None:
+    method = SimpleNamespace(apply=lambda layer, x, bias=None: x)
+    usual = method.apply
+    layer = SimpleNamespace(weight=torch.zeros(24, 64).half(), quant_method=method)
+    other = SimpleNamespace(weight=torch.zeros(24, 32).half(), quant_method=SimpleNamespace(apply=usual))
+    monkeypatch.setattr(few_rows, "_linears", lambda model: [layer, other])
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
+    config = SimpleNamespace(kernel_config=SimpleNamespace(linear_backend=backend))
+    assert few_rows.install(None, config, device) == count  # type: ignore[arg-type]
+    assert isinstance(method.apply, few_rows.FewRows) == bool(count)
+    assert other.quant_method.apply is usual
+
+
+def test_an_empty_table_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "table", lambda: {"devices": {}})
+    tuning._winners.cache_clear()
+    monkeypatch.setattr(few_rows, "_linears", lambda model: pytest.fail("looked at the layers"))
+    assert few_rows.install(None, None, "a GPU") == 0  # type: ignore[arg-type]
+    tuning._winners.cache_clear()
+
+
+def test_the_layers_of_a_model_take_the_hook(nvidia_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every projection and the head of a real model are offered to the table, and the hooked one multiplies."""
+    pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
+    from nvidia_support import Group, build, groups, our_model, settle
+
+    from k3_core.checkpoint import CheckpointReader
+
+    with our_model(), groups(Group(), Group()):
+        model = build(settle(nvidia_tiny), CheckpointReader(nvidia_tiny).config).to(torch.bfloat16)
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {names[id(module)].split(".")[-1] for module in few_rows._linears(model)}
+    assert found == {
+        "in_proj", "f_b_proj", "q_b_proj", "kv_b_proj", "o_proj", "routed_expert_down_proj", "routed_expert_up_proj",
+        "gate_up_proj", "down_proj", "lm_head",
+    }  # fmt: skip
+    layer = next(module for module in few_rows._linears(model) if names[id(module)].endswith("in_proj"))
+    n, k = layer.weight.shape
+    rows = [{"m": 4, "n": n, "k": k, "best": [{"kernel": "triton", "config": DOT}]}]
+    monkeypatch.setattr(tuning, "table", lambda: {"devices": {"a GPU": {"rows": rows}}})
+    tuning._winners.cache_clear()
+    alike = [module for module in few_rows._linears(model) if tuple(module.weight.shape) == (n, k)]
+    assert few_rows.install(model, model.vllm_config, "a GPU") == len(alike)
+    layer.quant_method.apply.products = [None, lambda x, w: x @ w.t() + 1] + [None] * 15
+    x = torch.randn(1, k).bfloat16()
+    torch.testing.assert_close(layer(x), x @ layer.weight.t() + 1)
+    tuning._winners.cache_clear()
