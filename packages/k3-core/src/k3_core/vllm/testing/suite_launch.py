@@ -11,14 +11,39 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from k3_core.checkpoint import CheckpointReader
 from k3_core.operators import CallSpec
 from k3_core.vllm.serving.kda_layer import KdaLayer
+from k3_core.vllm.serving.kda_metadata import Decode, KdaMetadata, Verify
+from k3_core.vllm.serving.mla_cpu import LatentAttentionOnCpu
 from k3_core.vllm.serving.warmup import Limits
 from k3_core.vllm.testing.ranks import Group, bind_caches, build, fill, groups, one_prompt
 from k3_core.vllm.testing.suite_ranks import VendorSuite
 from k3_core.vllm.testing.vendor import settle
+
+#: What makes the host wait for the device, and what a captured graph could not replay.
+HOST_READS = {
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.nonzero, torch.nonzero,
+    torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__,
+}  # fmt: skip
+
+
+class NoHostReads(TorchFunctionMode):
+    """Any value that is read back to the host is an error."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in HOST_READS, f"{getattr(func, '__name__', func)} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def speculation(drafts: int) -> dict[str, Any]:
+    """Engine options for that many draft tokens a request, taken from the text itself."""
+    if not drafts:
+        return {}
+    method = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+    return {"speculative_config": method, "enable_prefix_caching": False}
 
 
 class LaunchSuite(VendorSuite):
@@ -91,12 +116,8 @@ class LaunchSuite(VendorSuite):
 
     @pytest.mark.parametrize("drafts", [0, 3])
     def test_every_kind_of_step_passes_the_kernels_checks(self, drafts: int, tiny: Path, launched: list[str]) -> None:
-        options: dict[str, Any] = {}
-        if drafts:
-            speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
-            options = {"speculative_config": speculation, "enable_prefix_caching": False}
         warm_up = self.vendor.module("warmup").WARM_UP
-        model = self.make(tiny, **options)
+        model = self.make(tiny, **speculation(drafts))
         layer = next(m for m in model.modules() if isinstance(m, KdaLayer))
         limits = Limits(max_num_batched_tokens=1100, max_num_seqs=8, num_spec=drafts)
         launched.clear()
@@ -113,6 +134,38 @@ class LaunchSuite(VendorSuite):
         for metadata in warm_up.steps(layer, limits, torch.device("cpu")):
             if metadata.step_tokens + metadata.prefill_tokens <= 8:
                 layer._run(metadata, qkv, z, beta, gate, torch.empty_like(z))
+
+    @pytest.mark.parametrize("drafts", [0, 3])
+    def test_decoding_and_verifying_read_nothing_back_to_the_host(
+        self, drafts: int, tiny: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Every layer and mix of a decoding step, as a graph would capture it; vLLM's attention call is left out."""
+        from vllm.forward_context import set_forward_context
+
+        rows = 3
+        model = self.make(tiny, **speculation(drafts))
+        bind_caches(model)
+        monkeypatch.setattr(
+            LatentAttentionOnCpu, "forward", lambda layer, q, *rest, **named: q.new_zeros(q.shape[0], q.shape[1] * 32)
+        )
+        slots = torch.tensor([1, 2, 0], dtype=torch.int32)
+        tokens = rows * (1 + drafts)
+        if drafts:
+            ends = torch.arange(rows + 1, dtype=torch.int32) * (1 + drafts)
+            wide = slots.unsqueeze(1).expand(rows, 1 + drafts).contiguous()
+            step = KdaMetadata(tokens, 0, verify=Verify(wide, torch.ones(rows, dtype=torch.int32), ends))
+        else:
+            step = KdaMetadata(tokens, 0, decode=Decode(slots))
+        metadata: dict[str, Any] = {m.prefix: step for m in model.modules() if isinstance(m, KdaLayer)}
+        metadata |= {m.prefix: object() for m in model.modules() if isinstance(m, LatentAttentionOnCpu)}
+        hidden = torch.zeros(tokens, model.config.text.hidden_size, dtype=torch.bfloat16)
+        launched.clear()
+        context = set_forward_context(metadata, model.vllm_config, slot_mapping={})
+        with groups(Group(), Group()), torch.no_grad(), context, NoHostReads():
+            model.model(hidden, None)
+        assert any("verify" in name or "decode" in name for name in launched)
+        with pytest.raises(AssertionError, match="waits for the device"), NoHostReads():
+            hidden.sum().item()
 
     def test_kimi_linear_without_packed_experts_uses_the_library(self, linear: Path, launched: list[str]) -> None:
         model = self.make(linear)
