@@ -48,7 +48,7 @@ def _check(prefix: Tensor, delta: Tensor | None, bank: Tensor, num_blocks: int, 
     for name, tensor in (("prefix", prefix), ("delta", delta), ("bank", bank)):
         if tensor is not None and (tensor.dtype != prefix.dtype or tensor.stride(-1) != 1):
             raise UnsupportedError(
-                f"attn_res: {name} is {tensor.dtype}, strides {tensor.stride()}; must be {prefix.dtype} with last stride 1"
+                f"attn_res: {name} is {tensor.dtype}, strides {tensor.stride()}; must be {prefix.dtype}, last one 1"
             )
     if delta is not None and delta.shape != prefix.shape:
         raise ValueError(f"attn_res: delta {tuple(delta.shape)} does not match prefix {tuple(prefix.shape)}")

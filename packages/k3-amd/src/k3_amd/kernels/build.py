@@ -92,8 +92,8 @@ def resources(binary: Binary) -> dict[str, Any]:
     """What the compiler spent: the row of the compile gate's table.
 
     vgpr and agpr are registers a lane, occupancy is waves a SIMD by registers alone, lds bytes a workgroup; matrix
-    names the matrix instructions with their number; load16 and store16 count 16-byte global accesses; denormals: whether
-    fp32 denormals are kept (the unpacked experts multiply them).
+    names the matrix instructions with their number; load16 and store16 count 16-byte global accesses; denormals:
+    whether fp32 denormals are kept (the unpacked experts multiply them).
     """
     text = binary.assembly
     counts = Counter(re.findall(r"^\s+((?:v_mfma|buffer_|global_|flat_|scratch_|ds_|v_cvt_scale)\w+)", text, re.M))

@@ -140,15 +140,9 @@ def _worklist(arch: str) -> Iterator[Variant]:
     yield Variant("combine", experts.combine_kernel, fixed, options, kinds, ("latent", "top_k"), wide=TOP_K)
 
 
-def _depth(K: int, most: int) -> int:
-    return most if K % most == 0 else 64
-
-
 def _product(plan: dict[str, Any], which: str, K: int, form: int, wide_scales: bool) -> tuple[Any, dict[str, Any]]:
-    constants, options = _options({k: v for k, v in plan.items() if k in ("STAGES", "BM") or not k.isupper()})
-    options.pop("max_pairs")
-    constants |= {"K": K, "BN": plan["BN" + which], "BK": _depth(K, plan["BK" + which]), "FORM": form}
-    return constants | {"WIDE": wide_scales, "UPCAST": False}, options
+    constants, options = _options(tuning.product(plan, which, K))
+    return constants | {"K": K, "FORM": form, "WIDE": wide_scales, "UPCAST": False}, options
 
 
 def _experts(arch: str) -> Iterator[Variant]:
@@ -167,7 +161,8 @@ def _experts(arch: str) -> Iterator[Variant]:
                           matrix, 2)  # fmt: skip
             down = {**kinds, "y_ptr": left}
             for width in WIDTHS:
-                constants, options = _product(plan, "2", width, form, False)
+                inner = -(-width // 128) * 128 if form == 2 else width
+                constants, options = _product(plan, "2", inner, form, False)
                 yield Variant(f"w2 {label} {width} {i}", experts.w2_kernel, constants, options, down, even, matrix, 1)
             if form == 0 and i == 0:
                 constants, options = _product(plan, "13", LATENT, form, True)

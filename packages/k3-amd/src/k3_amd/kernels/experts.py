@@ -98,11 +98,6 @@ def _round16(value: int) -> int:
     return triton.cdiv(max(value, 1), 16) * 16
 
 
-def _depth(K: int, most: int) -> int:
-    """Columns a step: the table's, or 64 where the width has an odd number of blocks of 64."""
-    return most if most <= K and K % most == 0 else 64
-
-
 def _grid(lst: Worklist, tiles: int) -> tuple[int]:
     return (triton.cdiv(lst.max_items * tiles, XCDS) * XCDS,)
 
@@ -121,10 +116,8 @@ def _mxfp8(x: Tensor, weights: PackedExperts) -> tuple[Tensor, Tensor]:
 
 
 def _product_options(plan: dict[str, Any], which: str, K: int, weights: PackedExperts) -> dict[str, Any]:
-    options = {k: v for k, v in plan.items() if k in ("BM", "STAGES", "threads", *launch.HIP_ONLY)}
-    return launch.prepare(options) | {
-        "K": K, "BN": plan["BN" + which], "BK": _depth(K, plan["BK" + which]), "FORM": FORM_CODES[weights.form],
-        "WIDE": weights.wide_scales, "UPCAST": launch.interpreting(),
+    return launch.prepare(tuning.product(plan, which, K)) | {
+        "K": K, "FORM": FORM_CODES[weights.form], "WIDE": weights.wide_scales, "UPCAST": launch.interpreting()
     }  # fmt: skip
 
 

@@ -26,7 +26,8 @@ from k3_amd.kernels import launch
 from k3_core.errors import UnsupportedError
 from k3_core.operators import ExpertWeights
 
-WIDTH_UNIT = 64
+#: Widths are padded to this; a scaled matrix instruction takes 128 columns of both operands.
+WIDTH_UNIT = {"unpacked": 64, "scaled": 64, "mxfp8": 128}
 LATENT_UNIT = 128
 #: Scale bytes up to this take one product less (form unpacked).
 MAX_FAST_SCALE = 128
@@ -102,7 +103,7 @@ def empty_packed(
     arch = launch.architecture(torch.device(device))
     if launch.HIP and form != "unpacked" and arch != "gfx950":
         raise UnsupportedError(f"experts: form {form!r} needs the scaled matrix instructions of gfx950, this is {arch}")
-    inner, rows2 = _round_up(width, WIDTH_UNIT), _round_up(latent, LATENT_UNIT)
+    inner, rows2 = _round_up(width, WIDTH_UNIT[form]), _round_up(latent, LATENT_UNIT)
 
     def codes(*shape: int) -> Tensor:
         return torch.zeros(num_experts, *shape, dtype=torch.uint8, device=device)

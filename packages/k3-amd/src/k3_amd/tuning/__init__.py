@@ -1,7 +1,7 @@
 """Launch choices as data, one table an architecture.
 
 No AMD device was available: none of these figures was measured on one. They follow from what the compiler reports
-(registers, LDS, occupancy; packages/k3-amd/tests/amd_kernels_table.json) and from the numbers of the architecture. They
+(registers, LDS, occupancy; packages/k3-amd/tests/amd_kernels_table.json) and from the architecture's own numbers. They
 change speed, never results.
 """
 
@@ -44,3 +44,16 @@ def expert_plan(arch: str, pairs: float) -> dict[str, Any]:
     """The tiles for a call in which an expert can expect that many pairs (tokens * top_k / experts)."""
     rows = expert_plans(arch)
     return next((r for r in rows if r["max_pairs"] is None or pairs <= r["max_pairs"]), rows[-1])
+
+
+def product(plan: dict[str, Any], which: str, K: int) -> dict[str, Any]:
+    """Tiles and options of the gate/up ("13") or down ("2") product of a plan over K columns.
+
+    Where K has an odd number of blocks of 64 a step is 64 deep; small tiles then have half the threads, so that a lane
+    still loads 16 bytes of codes.
+    """
+    deep = plan["BK" + which]
+    depth = deep if K % deep == 0 else 64
+    threads = plan["threads"] // 2 if depth < deep and plan["BM"] <= 32 else plan["threads"]
+    kept = {k: v for k, v in plan.items() if k not in ("max_pairs", "BN13", "BK13", "BN2", "BK2")}
+    return kept | {"BN": plan["BN" + which], "BK": depth, "threads": threads}

@@ -3,8 +3,8 @@
 Formula and conventions: `k3_core.contracts.attn_res`, operator ``attn_res`` of `k3_core.operators`.
 
 A compute unit has 512 KB of vector registers, twice what it has elsewhere for half as many resident lanes, so a token's
-nine rows of 7168 bfloat16 (126 KB) fit beside their fp32 mix: all loads of a token are in flight together, each as 16
-bytes a lane (a row is KC pieces of CHUNK elements, eight a lane), and nothing is read twice. Rows enter the softmax
+nine rows of 7168 bfloat16 (126 KB) fit beside their fp32 mix: all loads of a token are in flight together, 16 bytes a
+lane each (a row is KC pieces of CHUNK elements), and nothing is read twice. Rows enter the softmax
 TOGETHER at a time: their two sums (squares, products with the folded weight) cross the waves in one exchange, and only
 their fp32 copies are alive. Programs are persistent, so the folded weight is made once.
 
