@@ -60,7 +60,8 @@ def planted(module_name: str, old: str, new: str, folder: Path) -> Iterator[None
     file = folder / f"mutant_{module_name}.py"
     file.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location(f"mutant_{module_name}", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
     changed: list[tuple[ModuleType, str, Any]] = []

@@ -36,12 +36,13 @@ Beside the table:
         the chunks of a packed batch, built once a step from a CPU tensor or list (no wait for the device), shared by
         short_conv, kda_cumulative_gate and kda_prefill of all layers
 
-Beside each launcher in its module: ``supports(spec) -> (ok, reason)`` and ``warmup_profiles(config, limits)``, calls
-(keyword arguments of :func:`k3_ascend.kernels.warmup.run_profile`) that together compile every variant serving can meet.
+Beside each launcher in its module: ``supports(spec) -> (ok, reason)`` and ``warmup_profiles(config, limits)``, keyword
+arguments of :func:`k3_ascend.kernels.warmup.run_profile` that together compile every variant serving can meet.
 
-What all launchers share: a convolution state must have the SD layout (channels contiguous, vLLM's default; DS is refused
-with a reason); head dimension 128, or a power of two from 16 for tiny checkpoints; programs are persistent, one for each
-vector core; padding rows and null slots are written with zeros; no launcher waits for the device if a plan is given.
+What all launchers share: a convolution state must have the SD layout (channels contiguous, vLLM's default; DS is
+refused with a reason); head dimension 128, or a power of two from 16 for tiny checkpoints; programs are persistent, one
+for each vector core; padding rows and null slots are written with zeros; no launcher waits for the device if a plan is
+given.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ where one block takes 83 %.
 The prefix is rounded before it is used as a source; the norm is applied to the fp32 mix and rounded once.
 """
 
-# mypy: allow-untyped-defs, disable-error-code=assignment
+# mypy: allow-untyped-defs, disable-error-code="assignment, attr-defined"
 from __future__ import annotations
 
 from typing import Any
@@ -98,7 +98,8 @@ def attn_res(
 ) -> Tensor:
     """Operator ``attn_res`` of the table: changes prefix and bank in place, returns the (normed) mix [T, H].
 
-    Weights may be [H] or [1, H]. folded: `fold` of the two weights, made here if absent. Raises ValueError for shapes, UnsupportedError for dtypes and strides.
+    Weights may be [H] or [1, H]. folded: `fold` of the two weights, made here if absent. Raises ValueError for shapes,
+    UnsupportedError for dtypes and strides.
     """
     _check(prefix, delta, bank, num_blocks, write_block)
     if (output_norm_weight is None) != (output_norm_eps is None):
@@ -117,9 +118,10 @@ def attn_res(
         attn_res_kernel, programs_for(tokens, prefix.device),
         out, prefix, prefix if delta is None else delta, bank, folded,
         folded if output_norm_weight is None else output_norm_weight,
-        tokens, num_blocks, write_block or 0, checks.row_stride(prefix), 0 if delta is None else checks.row_stride(delta),
-        bank.stride(0), bank.stride(1), float(eps), float(output_norm_eps or 0.0),
-        H=hidden, BLOCK=triton.next_power_of_2(hidden), HAS_DELTA=delta is not None, HAS_WRITE=write_block is not None,
+        tokens, num_blocks, write_block or 0, checks.row_stride(prefix),
+        0 if delta is None else checks.row_stride(delta), bank.stride(0), bank.stride(1),
+        float(eps), float(output_norm_eps or 0.0), H=hidden, BLOCK=triton.next_power_of_2(hidden),
+        HAS_DELTA=delta is not None, HAS_WRITE=write_block is not None,
         HAS_NORM=output_norm_weight is not None,
     )  # fmt: skip
     return out
@@ -133,7 +135,9 @@ def _check(prefix: Tensor, delta: Tensor | None, bank: Tensor, num_blocks: int, 
     if delta is not None:
         checks.check_rows(op, "delta", delta, tuple(prefix.shape), (prefix.dtype,))
     if bank.dim() != 3 or (bank.shape[0], bank.shape[2]) != tuple(prefix.shape) or bank.dtype != prefix.dtype:
-        raise ValueError(f"{op}: bank must be [T, M, H] of prefix {tuple(prefix.shape)} {prefix.dtype}, got {bank.shape}")
+        raise ValueError(
+            f"{op}: bank must be [T, M, H] of prefix {tuple(prefix.shape)} {prefix.dtype}, got {bank.shape}"
+        )
     if bank.stride(2) != 1:
         raise ValueError(f"{op}: bank has strides {bank.stride()}, must be 1 along the hidden size")
     if not 0 <= num_blocks <= bank.shape[1]:

@@ -46,8 +46,4 @@ def softplus(x):
 @triton.jit
 def gate(z, rate, lower_bound, BOUNDED: tl.constexpr):
     """Natural-log decay of a biased projection z: rate = exp(a_log) of its head."""
-    if BOUNDED:
-        g = lower_bound * sigmoid(rate * z)
-    else:
-        g = -rate * softplus(z)
-    return g
+    return lower_bound * sigmoid(rate * z) if BOUNDED else -rate * softplus(z)

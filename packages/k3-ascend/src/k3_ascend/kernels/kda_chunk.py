@@ -18,7 +18,7 @@ boundaries are flash-linear-attention's idea for gated linear attention.
 """
 
 # Device functions have no Python types: their arguments are pointers and blocks.
-# mypy: allow-untyped-defs, disable-error-code=assignment
+# mypy: allow-untyped-defs, disable-error-code="assignment, attr-defined"
 
 import triton
 import triton.language as tl
@@ -203,7 +203,9 @@ def corrected_kernel(
         kg = tl.load(kg_ptr + tile)
         tl.store(w_ptr + tile, tl.dot(T, kg, input_precision="ieee").to(tl.bfloat16))
         v = tl.load(
-            v_ptr + token * v_stride + head * D + c[:, None] * v_stride + d[None, :], mask=(c < rows)[:, None], other=0.0
+            v_ptr + token * v_stride + head * D + c[:, None] * v_stride + d[None, :],
+            mask=(c < rows)[:, None],
+            other=0.0,
         )
         tl.store(u_ptr + tile, tl.dot(T, v.to(tl.float32), input_precision="ieee"))
 

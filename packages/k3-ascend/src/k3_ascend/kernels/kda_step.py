@@ -81,10 +81,7 @@ def kda_recurrent_kernel(
                 S = S + u[:, None] * k[None, :]
                 o = tl.sum(S * q[None, :], axis=1)
                 tl.store(o_ptr + t * (N * D) + head * D + part * BV + r, o)
-                if VERIFY:
-                    target = tl.load(slot_at + j * slot_column_stride).to(tl.int64)
-                else:
-                    target = slot
+                target = tl.load(slot_at + j * slot_column_stride).to(tl.int64) if VERIFY else slot
                 if target > 0:
                     tl.store(state_ptr + target * state_stride + block + tile, S.to(state_ptr.dtype.element_ty))
 

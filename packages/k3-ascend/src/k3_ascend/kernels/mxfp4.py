@@ -5,7 +5,7 @@ Two neighbours are one 32-bit word, so that packed bytes, scales and results are
 Contract: `k3_core.contracts.mxfp4.unpack`.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="attr-defined"
 from __future__ import annotations
 
 from typing import Any
@@ -74,7 +74,9 @@ def unpack_mxfp4(packed: Tensor, scale: Tensor, *, out: Tensor | None = None) ->
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
         raise CheckpointError(f"MXFP4 operands must be uint8, got {packed.dtype} and {scale.dtype}")
     if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] != 16 * scale.shape[-1]:
-        raise CheckpointError(f"MXFP4 packed {tuple(packed.shape)} and scale {tuple(scale.shape)} don't belong together")
+        raise CheckpointError(
+            f"MXFP4 packed {tuple(packed.shape)} and scale {tuple(scale.shape)} don't belong together"
+        )
     if not packed.is_contiguous() or not scale.is_contiguous():
         raise CheckpointError("MXFP4 operands must be contiguous; call .contiguous() first")
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])

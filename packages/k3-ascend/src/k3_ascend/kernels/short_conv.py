@@ -7,7 +7,7 @@ walks over rows with the last three inputs in the unified buffer: every input is
 `k3_core.contracts.kda.short_conv`, `short_conv_verify`.
 """
 
-# mypy: allow-untyped-defs, disable-error-code=assignment
+# mypy: allow-untyped-defs, disable-error-code="assignment, attr-defined"
 from __future__ import annotations
 
 from typing import Any

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,10 +34,7 @@ def situ_kernel(
         gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_ptr + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
         y = beta * tanh(gate / beta) * sigmoid(gate)
-        if LINEAR:
-            y = y * up
-        else:
-            y = y * (linear_beta * tanh(up / linear_beta))
+        y = y * (up if LINEAR else linear_beta * tanh(up / linear_beta))
         tl.store(out_ptr + row * out_stride + column, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
