@@ -176,3 +176,22 @@ def test_a_row_without_drafts_beside_one_with_drafts_and_prompts() -> None:
     assert made.prefill.has_initial_state.tolist() == [False, True]
     assert made.order is None
     assert (made.num_prefills, made.num_decodes, made.num_spec_decodes) == (2, 4, 0)
+
+
+def test_rows_that_pad_a_graph_are_null_although_the_runner_tells_unpadded_tokens() -> None:
+    """A graph of four rows replays for two: rows three and four must not find an earlier batch's slots."""
+    from dataclasses import replace
+
+    made = builder(2)
+    full = made.build(0, step([1, 1, 1, 1], [9, 9, 9, 9], [False] * 4))
+    assert full.decode.slots.tolist() == [1, 11, 21, 31]
+    padded = step([1, 1, 0, 0], [9, 9, 0, 0], [False] * 4)
+    padded.block_table_tensor[2:] = 0  # as the runner does
+    assert (padded.num_actual_tokens, padded.num_reqs) == (2, 4)
+    again = made.build(0, padded)
+    assert again.decode.slots.data_ptr() == full.decode.slots.data_ptr(), "the address the graph was captured with"
+    assert full.decode.slots.tolist() == [1, 11, 0, 0]
+    counted = made.build(0, replace(padded), torch.tensor([3, 2, 1, 1]).int(), torch.full((4,), -1).int())
+    assert counted.verify.slots.tolist() == [[1, 2, 3], [11, 12, 13], [0, 0, 0], [0, 0, 0]]
+    assert counted.verify.accepted.tolist() == [3, 2, 1, 1]
+    assert counted.verify.cu_seqlens.tolist() == [0, 1, 2, 2, 2]

@@ -206,6 +206,9 @@ class KdaMetadataBuilder(GDNAttentionMetadataBuilder):
         """A batch of step rows, perhaps padded, in buffers that keep their address."""
         tokens = m.num_actual_tokens
         if accepted is None:
+            # vllm-ascend pads the rows of a graph but tells the unpadded tokens: the replayed rows beyond would find
+            # the slots of an earlier, larger batch here.
+            tokens = max(tokens, m.num_reqs)
             own = self._slots[:tokens]
             own[:count].copy_(slots[:count, 0])
             own[count:].fill_(NULL_BLOCK)
