@@ -33,6 +33,7 @@ import torch
 
 from k3_core.config import K3Config, load_config
 from k3_nvidia.kernels.skinny_gemm import MAX_VECTOR_ROWS, Config, skinny_gemm
+from k3_nvidia.tuning import skinny as tuning
 
 BATCHES = (1, 8, 16, 4, 2)
 MULTIPROCESSORS = 132
@@ -281,6 +282,62 @@ def measure(case: Case, runners: dict[str, Runner], bandwidth: float, finalists:
     }  # fmt: skip
 
 
+# -------------------------------------------------------------------------------------------------------------- table
+
+
+def table_entry(name: str, us: float) -> dict[str, Any]:
+    """An entry of the tuning table from the name a configuration has in the results."""
+    kind, *parts = name.split("-")
+    number = {part[0]: int(part[1:]) for part in parts if part != "pdl"}
+    if kind == "cute":
+        config: dict[str, Any] = {
+            "tiles": number["r"], "unroll": number["u"], "warps": number["w"], "cluster": number["c"],
+        }  # fmt: skip
+        return {"kernel": "cute", "us": round(us, 2), "config": config}
+    config = {
+        "kind": kind, "block_n": number["n"], "block_k": number["k"], "splits": number["s"], "warps": number["w"],
+        "stages": number["p"], "pdl": "pdl" in parts,
+    }  # fmt: skip
+    return {"kernel": "triton", "us": round(us, 2), "config": config}
+
+
+def table_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Kernels that beat cuBLAS by the margin, best first; CuTe only where it beats Triton by as much."""
+    rival = row["cublas_us"]
+    ours = [(us, name) for name, us in row["marginal"].items() if name != "cublas"]
+    best = [table_entry(name, us) for us, name in sorted(ours)[:1] if us <= tuning.MARGIN * rival]
+    # the shards timed cuBLAS too: their figures count relative to that
+    if "cute" in row and row["cute_cublas_us"]:
+        us = row["cute_us"] / row["cute_cublas_us"] * rival
+        if us <= tuning.MARGIN * min([rival, *(entry["us"] for entry in best)]):
+            best.insert(0, table_entry(row["cute"], us))
+    shape = {key: row[key] for key in ("m", "n", "k")}
+    return {**shape, "cublas_us": round(rival, 2), "floor_us": round(row["floor_us"], 2), "best": best}
+
+
+def write_table(results: dict[str, Any], path: Path) -> None:
+    """``tuning/skinny.json`` from a results file; other devices' tables in it stay. The router has its own kernel."""
+    environment = results["environment"]
+    rows = [
+        table_row(row)
+        for row in results["rows"].values()
+        if "marginal" in row and not all(name.endswith("router") for name in row["projections"])
+    ]
+    rows.sort(key=lambda row: (row["n"], row["k"], row["m"]))
+    data = json.loads(path.read_text())
+    data["devices"][environment["device"]] = {
+        "date": environment["date"],
+        "measured": f"{environment['dtype']}, torch {environment['torch']}, triton {environment['triton']}, marginal "
+        "microseconds behind the kernel that writes x, L2 cold (benchmarks/bench_skinny.py)",
+        "rows": rows,
+    }
+    text = json.dumps(data, indent=1)
+    for row in rows:  # one row a line
+        text = text.replace(json.dumps(row, indent=1).replace("\n", "\n    "), json.dumps(row))
+    assert json.loads(text) == data
+    path.write_text(text + "\n")
+
+
 # --------------------------------------------------------------------------------------------------------------- main
 
 
@@ -420,10 +477,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=folder / "skinny.json")
     parser.add_argument("--budget", type=float, default=105.0, help="seconds in all")
     parser.add_argument("--worker", type=int, nargs=2)
+    parser.add_argument("--table", type=Path, help="measure nothing: write the tuning table from the results in --out")
+    parser.add_argument("--cute-only", action="store_true", help="add the CuTe kernels to the Triton rows in --out")
     parser.add_argument("--cute", type=float, nargs=3, help="(internal) shard, shards, until when")
     a = parser.parse_args()
     if a.worker:
         compile_worker(*a.worker)
+        return
+    if a.table:
+        write_table(json.loads(a.out.read_text()), a.table)
         return
     if a.cute:
         cute_shard(a.out, int(a.cute[0]), int(a.cute[1]), a.cute[2])
@@ -433,19 +495,21 @@ def main() -> None:
     a.out.parent.mkdir(parents=True, exist_ok=True)
     count = max(1, min(14, (os.cpu_count() or 2) - 2))
     command = [sys.executable, __file__, "--out", str(a.out)]
-    workers = [subprocess.Popen([*command, "--worker", str(i), str(count)]) for i in range(count)]
+    jobs = 0 if a.cute_only else count
+    workers = [subprocess.Popen([*command, "--worker", str(i), str(count)]) for i in range(jobs)]
     for worker in workers:
         worker.wait(timeout=a.budget)
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
-    results = harness.Results(a.out, resume=False)
+    results = harness.Results(a.out, resume=a.cute_only)
     with gpu_lock(a.out):
         shards = [
             subprocess.Popen([*command, "--cute", str(i), str(count), str(end - 4)])
             for i in range(count)
             if importlib.util.find_spec("cutlass") is not None
         ]
-        print(residual_check(), flush=True)
-        run(results, start + 0.65 * a.budget)
+        if not a.cute_only:
+            print(residual_check(), flush=True)
+            run(results, start + 0.65 * a.budget)
     print(f"triton swept at {time.time() - start:.0f} s", flush=True)
     for shard in shards:
         try:

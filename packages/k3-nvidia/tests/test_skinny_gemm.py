@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,33 @@ def test_counters_are_zero_again() -> None:
     for config in (VECTOR[1], DOT[1]):
         judge(ours(config), shape, torch.bfloat16, residual=False)
         assert int(kernel._ticket(padded(1, 8, torch.float16, 0).device).sum()) == 0
+
+
+def test_a_capture_gets_counters_that_are_zero_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeroing inside a capture happens when that graph runs: another graph may run before."""
+    stream, capturing = 1, False
+    monkeypatch.setattr(kernel, "_tickets", {})
+    monkeypatch.setattr(kernel, "_spare", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    zeros = torch.zeros
+    made: list[int] = []
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: (made.append(size[0]), zeros(*size))[1])
+    device = torch.device("cuda", 0)
+    capturing = True
+    assert kernel._ticket(device) is not kernel._ticket(device), "nothing spare: each call its own"
+    capturing = False
+    eager = kernel._ticket(device)
+    assert kernel._ticket(device) is eager
+    capturing = True
+    assert kernel._ticket(device) is eager
+    made.clear()
+    sets = {eager.data_ptr()}
+    for number in range(kernel._SPARE_SETS):
+        stream = 2 + number
+        sets.add(kernel._ticket(device).data_ptr())
+    assert not made
+    assert len(sets) == 1 + kernel._SPARE_SETS
 
 
 @pytest.mark.parametrize(

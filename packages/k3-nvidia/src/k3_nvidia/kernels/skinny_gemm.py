@@ -255,15 +255,31 @@ def prepare_out(x: torch.Tensor, weight: torch.Tensor, residual: Any, out: torch
     return out
 
 
+_SPARE_SETS = 8
 _tickets: dict[tuple[Any, int], torch.Tensor] = {}
+_spare: dict[Any, list[torch.Tensor]] = {}
 
 
 def _ticket(device: torch.device) -> torch.Tensor:
-    """Arrival counters, zero between calls: one set a stream, because products of one stream never overlap."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream)
-    if key not in _tickets:
-        _tickets[key] = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+    """Arrival counters, zero between calls: one set a stream, because products of one stream never overlap.
+
+    A set made during a capture would only be zeroed when that graph runs, and another graph might run first. A capture
+    on a new stream therefore takes one of the spare sets that the first call outside a capture made; if there is none
+    its counters are its own, zeroed by the graph each time.
+    """
+    on_gpu = device.type == "cuda"
+    key = (device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0)
+    if key in _tickets:
+        return _tickets[key]
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        if not _spare.get(device):
+            return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        _tickets[key] = _spare[device].pop()
+    else:
+        sets = 1 if device in _spare else 1 + _SPARE_SETS
+        first, *others = torch.zeros(sets, MAX_TILES, dtype=torch.int32, device=device)
+        _tickets[key] = first
+        _spare.setdefault(device, others)
     return _tickets[key]
 
 
@@ -276,8 +292,8 @@ def skinny_gemm(
 ) -> torch.Tensor:
     """round(x W^T + residual) of x [M, K] (any row stride of whole 16 bytes) and weight [N, K], M 1..16 -> [M, N].
 
-    bfloat16 or float16. The first call of a stream with ``splits`` > 1 allocates arrival counters; make it outside of
-    a CUDA graph's private pool or in it, both are safe. Raises ValueError where :func:`supports` says no.
+    bfloat16 or float16; safe in CUDA graphs (arrival counters of ``splits`` > 1 outlive the call, see ``_ticket``).
+    Raises ValueError where :func:`supports` says no.
     """
     out = prepare_out(x, weight, residual, out)
     (rows, inner), outer = x.shape, weight.shape[0]

@@ -1,0 +1,88 @@
+"""Ahead-of-time compilation of the low-latency products for sm_90a: a script, because Triton decides at import whether
+it interprets. ``python skinny_kernels_aot.py triton|cute`` prints one JSON line a variant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+BLOCK_OPTIONS = {"EVEN_N": False, "RESIDUAL": True, "PDL": True}
+#: name -> (kernel, constants, warps, stages): the shapes of decode at batch 1, 4, 8 and 16.
+TRITON: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "vector 1": ("vector", {"M": 1, "BN": 8, "BK": 1024, "SPLITS": 1}, 4, 1),
+    "vector 1 cut": ("vector", {"M": 1, "BN": 8, "BK": 512, "SPLITS": 7}, 2, 1),
+    "vector 4": ("vector", {"M": 4, "BN": 4, "BK": 1024, "SPLITS": 1}, 4, 1),
+    "dot 8": ("dot", {"BM": 8, "BN": 64, "BK": 128, "SPLITS": 2}, 4, 5),
+    "dot 16": ("dot", {"BM": 16, "BN": 64, "BK": 128, "SPLITS": 1}, 4, 5),
+}
+#: tiles, unroll, warps, cluster, 8-row tiles of x
+CUTE = [(1, 4, 8, 1, 1), (1, 4, 8, 4, 2), (2, 2, 8, 2, 2)]
+
+
+def disassemble(cubin: Path) -> dict[str, Any]:
+    """Registers and stack of a binary, and how often the instructions occur that the design rests on."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+    def run(*command: Any) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    used = re.search(r"REG:(\d+) STACK:(\d+)", run(tools / "cuobjdump", "-res-usage", cubin))
+    assert used is not None
+    sass = run(tools / "nvdisasm", cubin)
+    counts = {
+        "evict_first": r"LDG\.E\.EF\.128", "not_kept": r"LDG\.E\.NA\.128", "copies": r"LDGSTS[.A-Z]*128",
+        "tensor_core": r"H[G]?MMA", "spills": r"\b(?:LDL|STL)\b", "prefetch": r"CCTL\.E\.PF2",
+        "wait": r"ACQBULK", "narrow_copies": r"LDGSTS\.E(?!\.BYPASS\.128|\.128|\.BYPASS\.LTC128B\.128)",
+    }  # fmt: skip
+    found = {name: len(re.findall(pattern, sass)) for name, pattern in counts.items()}
+    return {"registers": int(used[1]), "stack": int(used[2]), **found}
+
+
+def triton_rows() -> None:
+    """Every variant of ``TRITON``."""
+    from k3_core.testing.triton_aot import compile_kernel
+    from k3_nvidia.kernels import skinny_gemm
+
+    types = dict.fromkeys(("out_ptr", "x_ptr", "w_ptr", "residual_ptr"), "*bf16") | {"partial_ptr": "*fp32"}
+    for name, (kind, constants, warps, stages) in TRITON.items():
+        constants = {**constants, **BLOCK_OPTIONS}
+        if kind == "dot":
+            constants |= {"EVEN_K": True, "INTERPRET": False}
+        kernel = skinny_gemm.vector_kernel if kind == "vector" else skinny_gemm.dot_kernel
+        options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+        binary = compile_kernel(kernel, constants, options, ("cuda", 90, 32), types, ("N", "K"))
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            cubin.write_bytes(binary.asm["cubin"])
+            facts = disassemble(cubin)
+        print(json.dumps({"name": name, "warps": warps, "shared": int(binary.metadata.shared), **facts}), flush=True)
+
+
+def cute_rows() -> None:
+    """Every variant of ``CUTE``, with and without residual, both dtypes."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CUTE_DSL_DUMP_DIR"] = folder
+        from k3_nvidia.kernels import skinny_cute_kernel
+        from k3_nvidia.kernels.skinny_cute import Config
+
+        for number, (*config, columns) in enumerate(CUTE):
+            for file in Path(folder).iterdir():
+                file.unlink()
+            bf16 = number % 2 == 0
+            skinny_cute_kernel.build(Config(*config), columns, bf16, bf16, "sm_90a")
+            (cubin,) = Path(folder).glob("*.cubin")
+            name = f"{Config(*config).name} {columns}"
+            print(json.dumps({"name": name, "warps": config[2], **disassemble(cubin)}), flush=True)
+
+
+if __name__ == "__main__":
+    {"triton": triton_rows, "cute": cute_rows}[sys.argv[1]]()
