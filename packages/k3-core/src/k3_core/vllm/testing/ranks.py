@@ -206,7 +206,7 @@ def forward(model: Any, hidden: torch.Tensor, received: Any = None) -> Any:
     """One prompt through a stage's layers, from caches full of NaN."""
     from vllm.forward_context import set_forward_context
 
-    bind_caches(model)
+    bind_caches(model, slots=4 + hidden.shape[0] // 64)
     metadata = one_prompt(model, hidden.shape[0])
     with torch.no_grad(), set_forward_context(metadata, model.vllm_config, slot_mapping={}):
         return model.model(hidden, received)
