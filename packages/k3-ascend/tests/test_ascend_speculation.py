@@ -195,3 +195,36 @@ def test_rows_that_pad_a_graph_are_null_although_the_runner_tells_unpadded_token
     assert counted.verify.slots.tolist() == [[1, 2, 3], [11, 12, 13], [0, 0, 0], [0, 0, 0]]
     assert counted.verify.accepted.tolist() == [3, 2, 1, 1]
     assert counted.verify.cu_seqlens.tolist() == [0, 1, 2, 2, 2]
+
+
+def test_rows_that_pad_a_graph_of_drafts_are_no_prompts() -> None:
+    """The runner gives padding rows the length of a real row; a graph of four rows replays for two."""
+    made = builder(2)
+    tables = [[1, 2, 3], [11, 12, 13], [0, 0, 0], [0, 0, 0]]
+    padded = step([3, 3, 3, 3], [12, 9, 0, 0], [False] * 4)
+    padded.num_actual_tokens = 6
+    padded.block_table_tensor = torch.tensor(tables, dtype=torch.int32)
+    accepted, drafts = torch.tensor([3, 1, 1, 1]).int(), torch.tensor([2, 2, -1, -1]).int()
+    found = made.build(0, padded, accepted, drafts)
+    assert found.prefill is None
+    assert found.order is None
+    assert found.verify.slots.tolist() == tables
+    assert found.verify.accepted.tolist() == [3, 1, 1, 1]
+    assert found.verify.cu_seqlens.tolist() == [0, 3, 6, 6, 6]
+    assert padded.query_start_loc_cpu.tolist() == [0, 3, 6, 9, 12], "the runner's own offsets stay"
+
+    full = step([3, 3, 3, 3], [12, 9, 8, 7], [False] * 4)
+    captured = made.build_for_cudagraph_capture(full)
+    assert captured.verify.slots.data_ptr() == found.verify.slots.data_ptr()
+    assert captured.verify.cu_seqlens.data_ptr() == found.verify.cu_seqlens.data_ptr()
+    assert captured.verify.cu_seqlens.tolist() == [0, 3, 6, 9, 12]
+
+
+def test_rows_of_one_token_that_pad_a_graph_are_null() -> None:
+    made = builder(2)
+    full = made.build(0, step([1, 1, 1, 1], [9, 9, 9, 9], [False] * 4))
+    padded = step([1, 1, 1, 1], [9, 9, 0, 0], [False] * 4)
+    padded.num_actual_tokens = 2
+    padded.block_table_tensor[2:] = 0
+    made.build(0, padded)
+    assert full.decode.slots.tolist() == [1, 11, 0, 0]

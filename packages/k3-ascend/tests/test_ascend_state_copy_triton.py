@@ -389,7 +389,6 @@ def gathered_from(raw: torch.Tensor, cache: torch.Tensor, slot: int) -> torch.Te
 
 
 @needs_device
-@pytest.mark.gpu
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_a_graph_replays_with_other_indices_and_flags(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, twin = cache_of(device=DEVICE), cache_of(device=DEVICE)

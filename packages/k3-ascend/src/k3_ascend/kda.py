@@ -10,6 +10,7 @@ any gated delta-rule layer while it captures and replays graphs.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -59,18 +60,28 @@ class AscendKdaMetadataBuilder(KdaMetadataBuilder):
         num_decode_draft_tokens_cpu: Tensor | None = None,
         fast_build: bool = False,
     ) -> AscendKdaMetadata:
-        """See :meth:`KdaMetadataBuilder.build`; rows that drafted nothing are verified too."""
+        """See :meth:`KdaMetadataBuilder.build`; rows that drafted nothing are verified too, padding rows are empty."""
+        m = _without_padding(common_attn_metadata)
         if self.use_spec_decode and num_accepted_tokens is not None and num_decode_draft_tokens_cpu is not None:
-            m = common_attn_metadata
             num_decode_draft_tokens_cpu = speculation.with_undrafted(
                 num_decode_draft_tokens_cpu[: m.num_reqs], m.query_start_loc_cpu, m.is_prefilling
             )
-        made = super().build(
-            common_prefix_len, common_attn_metadata, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
-        )
+        made = super().build(common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build)
         shared = {f.name: getattr(made, f.name) for f in fields(KdaMetadata)}
         prefills = 0 if made.prefill is None else made.prefill.slots.shape[0]
         return AscendKdaMetadata(**shared, num_prefills=prefills, num_decodes=made.step_tokens)
+
+
+def _without_padding(m: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """The step with its offsets cut at the tokens that are there.
+
+    vllm-ascend's first runner gives the rows that pad a graph the length of a real row, for its attention operator's
+    sake; ``num_actual_tokens`` counts real tokens. A padding row must not look like a prompt.
+    """
+    cut = copy(m)
+    cut.query_start_loc = m.query_start_loc.clamp(max=m.num_actual_tokens)
+    cut.query_start_loc_cpu = m.query_start_loc_cpu.clamp(max=m.num_actual_tokens)
+    return cut
 
 
 class KimiDeltaAttention(KdaLayer, state_copy.StateCopyLayer):
