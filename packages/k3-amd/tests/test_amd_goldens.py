@@ -1,4 +1,4 @@
-"""Logits of the AMD model, kernels replaced by contracts, against the golden data of the released code: both families."""
+"""Logits of the AMD model, kernels replaced by contracts, against the goldens of the released code: both families."""
 
 from __future__ import annotations
 
