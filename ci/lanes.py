@@ -241,17 +241,21 @@ PAIRS = (
 )
 
 
-def smoke(session: nox.Session) -> None:
-    """Each wheel with nothing beside it but ``packaging``, then the supported pairs beside vLLM."""
-    runs = Runs(session)
+def smoke_alone(runs: Runs) -> None:
+    """Each wheel (a vendor's with core) with nothing beside it but ``packaging``: it imports, and says one line."""
     plain = next(line for line in (envs.CONSTRAINTS / "docs.txt").read_text().split() if line.startswith("packaging=="))
     for package in envs.PACKAGES:
         home = envs.VENVS / f"smoke-{package}"
         venv.create(home, clear=True, with_pip=True)
         wheels = envs.build_wheels(("k3-core",) if package == "k3-core" else ("k3-core", package))
-        python = str(envs.python_of(home))
-        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", plain, *map(str, wheels)], check=True)
-        runs.command(f"smoke {package}", python, "ci/smoke_check.py", package)
+        envs.pip(home, "--no-deps", plain, *map(str, wheels))
+        runs.command(f"smoke {package}", str(envs.python_of(home)), "ci/smoke_check.py", package)
+
+
+def smoke(session: nox.Session) -> None:
+    """Each wheel alone, then the supported pairs beside vLLM."""
+    runs = Runs(session)
+    smoke_alone(runs)
     for name, packages, wanted, acts in PAIRS:
         python = str(envs.ensure(name))
         envs.install_wheels(name, envs.build_wheels(packages))
