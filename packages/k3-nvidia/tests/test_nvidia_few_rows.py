@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from k3_nvidia import few_rows
 from k3_nvidia.kernels import skinny_cute, skinny_gemm
 from k3_nvidia.tuning import skinny as tuning
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH, TRITON = frozenset({"triton", "cute"}), frozenset({"triton"})
 VECTOR = {"kind": "vector", "block_n": 8, "block_k": 64, "splits": 1, "warps": 1}
 DOT = {"kind": "dot", "block_n": 16, "block_k": 64, "splits": 1, "warps": 4}
@@ -63,7 +65,7 @@ def test_every_entry_of_the_shipped_table_is_a_configuration() -> None:
 
 
 def hooked(calls: list[int]) -> tuple[few_rows.FewRows, Any]:
-    layer = SimpleNamespace(weight=torch.randn(24, 64).bfloat16())
+    layer = SimpleNamespace(weight=torch.randn(24, 64).bfloat16().to(DEVICE))
 
     def usual(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         calls.append(x.shape[0])
@@ -77,14 +79,14 @@ def test_the_hook_takes_what_the_table_names_and_nothing_else() -> None:
     calls: list[int] = []
     apply, layer = hooked(calls)
     for rows in (1, 5):
-        x = torch.randn(rows, 80).bfloat16()[:, :64]  # padded rows, as slices of a fused projection are
+        x = torch.randn(rows, 80).bfloat16().to(DEVICE)[:, :64]  # padded rows, as slices of a fused projection are
         torch.testing.assert_close(apply(layer, x), (x.double() @ layer.weight.double().t()).bfloat16())
     assert not calls
-    x = torch.randn(40, 65).bfloat16()
+    x = torch.randn(40, 65).bfloat16().to(DEVICE)
     for usual in (x[:2, :64], x[:9].reshape(-1)[: 9 * 64].view(9, 64), x[:17, :64], x[:0, :64], x[:1, 1:]):
         apply(layer, usual)
-    apply(layer, x[:1].clone()[:, :64], torch.zeros(24).bfloat16())
-    apply(layer, torch.zeros(1, 2, 64).bfloat16())
+    apply(layer, x[:1].clone()[:, :64], torch.zeros(24).bfloat16().to(DEVICE))
+    apply(layer, torch.zeros(1, 2, 64).bfloat16().to(DEVICE))
     assert calls == [2, 9, 17, 0, 1, 1, 1]
 
 
