@@ -234,6 +234,12 @@ def _dequantised(weight: Tensor, scale: Tensor) -> Tensor:
     return codes * scales.repeat_interleave(weight.shape[0] // scale.shape[0], dim=0)
 
 
+@npu
+def npu_swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    gate, up = x.float().chunk(2, dim)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
 # ------------------------------------------------------------------------------------------------------------------ kda
 
 

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,7 @@ class Steps:
             logits = torch.nn.functional.linear(text.model.norm(hidden), text.lm_head.weight).float()
         for request, new in enumerate(tokens):
             self.lengths[request] += len(new)
-        return [logits[a:b, : self.text.vocab_size] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [logits[a:b, : self.text.vocab_size] for a, b in pairwise(bounds.tolist())]
 
     def prefill(self, prompts: list[list[int]]) -> list[torch.Tensor]:
         """All prompts whole, in one step."""

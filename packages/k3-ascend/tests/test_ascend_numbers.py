@@ -206,6 +206,27 @@ def test_requantised_experts_stay_near(form: str, bound: float, tmp_path: Path) 
     assert error < bound
 
 
+@pytest.fixture(scope="module")
+def linear() -> Iterator[tuple[Any, Any]]:
+    """Kimi-Linear in fp32: no query rank, low-rank gate, softplus decay, SiLU, ordinary residuals."""
+    yield from built(golden_data.checkpoint("k3-linear-tiny"), FP32, "bf16")
+
+
+def test_kimi_linear_equals_its_goldens(linear: Any) -> None:
+    prompts = golden_data.load_json("k3-linear-tiny-goldens/text_fp32.json")["prompts"]
+    arrays = golden_data.arrays("k3-linear-tiny-goldens/text_fp32.npz")
+    names = [name for name in PROMPTS if f"{name}.logits" in arrays]
+    assert names
+    with support.Census() as census:
+        logits = support.Steps(*linear).prefill([prompts[name] for name in names])
+    for name, found in zip(names, logits, strict=True):
+        np.testing.assert_allclose(found.numpy(), arrays[f"{name}.logits"], atol=LOGITS, rtol=0, err_msg=name)
+    called = {name for name in census.counts() if name.startswith(("npu::", "_C_ascend::"))}
+    assert called <= channels.vendor_calls()
+    assert "_C_ascend::npu_add_rms_norm_bias" in called
+    assert "_C_ascend::npu_causal_conv1d_custom" in called
+
+
 # ------------------------------------------------------------------------ mutants
 
 

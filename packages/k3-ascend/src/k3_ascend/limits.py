@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from k3_ascend import experts, versions
 from k3_ascend.generation import Generation
 from k3_core.checkpoint import expert_width
 from k3_core.config import K3Config
-from k3_core.errors import ConfigError
+from k3_core.errors import ConfigError, UnsupportedError
 from k3_core.vllm.serving.cache import state_dtypes, state_shapes
 from k3_core.vllm.serving.limits import ServingHook, on_cpu
 
@@ -19,6 +20,8 @@ logger = logging.getLogger("vllm.plugins.k3")
 
 #: The block sizes of vllm-ascend's MLA backend are multiples of this.
 KERNEL_BLOCK = 128
+#: What ModelSlim writes beside the weights.
+MODELSLIM = "quant_model_description.json"
 #: Rows of one request that the MLA backend verifies at most.
 MOST_QUERIES = 16
 
@@ -27,6 +30,16 @@ class AscendHook(ServingHook):
     """vLLM's configuration hook for this wheel's models."""
 
     wheel = "k3-ascend"
+
+    @classmethod
+    def verify_and_update_model_config(cls, model_config: Any) -> None:
+        """As the base class does. Raises UnsupportedError where vLLM has no NPU platform."""
+        if on_cpu():
+            raise UnsupportedError(
+                "k3-ascend's model is made of vllm-ascend's layers and runs on NPUs; on a CPU serve with "
+                "K3_IMPL=reference (k3-core)"
+            )
+        super().verify_and_update_model_config(model_config)
 
     @classmethod
     def device_reasons(cls, vllm_config: Any, config: K3Config) -> Iterator[str]:
@@ -38,6 +51,11 @@ class AscendHook(ServingHook):
             yield mismatch
         yield from _setting_reasons(vllm_config)
         yield from _page_reasons(vllm_config, config)
+        if (Path(vllm_config.model_config.model) / MODELSLIM).exists():
+            yield (
+                f"the checkpoint was quantised by ModelSlim ({MODELSLIM}), which is not supported yet; serve the "
+                "released MXFP4 checkpoint, whose experts are requantised to int4 or int8 while it loads"
+            )
         try:
             form = _expert_form(vllm_config, config, dispatch.generation())
         except ConfigError as error:
@@ -49,8 +67,7 @@ class AscendHook(ServingHook):
     def verify_and_update_config(cls, vllm_config: Any) -> None:
         """See :meth:`ServingHook.verify_and_update_config`; then settle how graphs are captured."""
         super().verify_and_update_config(vllm_config)
-        if not on_cpu():
-            settle_graphs(vllm_config)
+        settle_graphs(vllm_config)
 
 
 def _setting_reasons(vllm_config: Any) -> Iterator[str]:

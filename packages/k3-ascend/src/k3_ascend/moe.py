@@ -29,7 +29,7 @@ from k3_core.checkpoint import expert_range, expert_width
 from k3_core.config import K3Config
 from k3_core.contracts.moe import router_logits
 from k3_core.errors import UnsupportedError
-from k3_core.vllm.serving.experts import ReleasedStore, RoutedExperts
+from k3_core.vllm.serving.experts import RoutedExperts
 from k3_core.vllm.serving.modules import (
     Activation,
     GatedMLP,
@@ -106,11 +106,8 @@ class MoE(Loadable):
         self._register_paths(vllm_config, width)
 
     def _store(self, config: K3Config, vllm_config: Any, width: int) -> Any:
-        """Storage in the form that this device computes with; in the released layout where contracts compute."""
+        """Storage in the form that this device computes with."""
         text, quantised = config.text, config.quantization is not None
-        if dispatch.device()[0] == "cpu":
-            self.form = "released"
-            return ReleasedStore(len(self.local_ids), width, text.expert_hidden_size, quantised)
         extra = vllm_config.additional_config
         want = extra.get("k3_experts") if isinstance(extra, dict) else None
         widths = (text.expert_hidden_size, width)
@@ -142,8 +139,6 @@ class MoE(Loadable):
 
     def _register_paths(self, vllm_config: Any, width: int) -> None:
         """Make vllm-ascend's communication paths for layers of this size; they are shared by all layers."""
-        if self.form == "released":
-            return
         from k3_ascend import paths
 
         paths.register(self.text, vllm_config, self.local_ids, width)
@@ -177,34 +172,14 @@ class MoE(Loadable):
 
     def _routed(self, latent: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
         """The weighted sum of experts [T, L], and whether it is the sum over all ranks."""
-        if self.form == "released":
-            return self._by_contract(latent, logits), False
         from k3_ascend import paths
 
         return paths.run(self, latent, logits)
-
-    def _by_contract(self, latent: Tensor, logits: Tensor) -> Tensor:
-        from k3_core.operators import contract
-
-        text = self.text
-        weights, ids = self.gate.choose(logits)
-        return contract.experts(
-            latent,
-            self.experts.weights(),
-            weights,
-            ids,
-            hidden_act=text.hidden_act,
-            situ_beta=text.activation_situ_beta,
-            situ_linear_beta=text.activation_situ_linear_beta,
-            expert_map=self.expert_map,
-        )
 
     # --------------------------------------------------------------------------------------------------------- loading
 
     def finish_loading(self) -> None:
         """Bring the experts to the layout of their products, once all are there."""
-        if self.form == "released":
-            return
         self.experts.store.finish()  # type: ignore[attr-defined]
         for name, tensor in self.experts.store.tensors().items():
             self.experts.register_buffer(name, tensor, persistent=False)
