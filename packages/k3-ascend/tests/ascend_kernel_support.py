@@ -64,12 +64,12 @@ def planted(module_name: str, old: str, new: str, folder: Path) -> Iterator[None
     assert spec.loader is not None
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
+    original = {name: value for name, value in vars(module).items() if type(value).__name__ == "JITFunction"}
     changed: list[tuple[ModuleType, str, Any]] = []
     for name in MODULES:
         user = kernel_module(name)
         for attribute, value in list(vars(user).items()):
-            own = attribute.endswith("_kernel") and value is getattr(module, attribute, None)
-            if own and type(value).__name__ == "JITFunction":
+            if attribute.endswith("_kernel") and value is original.get(attribute):
                 changed.append((user, attribute, value))
                 setattr(user, attribute, getattr(mutant, attribute))
     try:

@@ -33,9 +33,8 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "delta not rounded": Fault(
-        "attn_res", "mixed = x.to(tl.float32)",
-        "mixed = tl.load(prefix_ptr + t * prefix_stride + c, mask=inside, other=0.0).to(tl.float32)",
-        "attn_res", "n3.delta.strided.x64",
+        "attn_res", "x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)",
+        "x = x.to(tl.float32) + delta.to(tl.float32)", "attn_res", "n3.delta.strided.x64",
     ),
     "logits not normalised": Fault("attn_res", LOGIT, "", "attn_res", "n3.delta"),
     "softmax not rescaled": Fault("attn_res", "mixed * kept + y", "mixed + y", "attn_res", "n3.delta"),
@@ -66,7 +65,7 @@ FAULTS = {
     ),
     "read before write": Fault(
         "kda_step", "S = S + u[:, None] * k[None, :]\n                o = tl.sum(S * q[None, :], axis=1)",
-        "o = tl.sum(S * q[None, :], axis=1)\n                S = S + u[:, None] * k[None, :]", "kda_decode", "T7.spec0",
+        "o = tl.sum(S * q[None, :], axis=1)\n                S = S + u[:, None] * k[None, :]", "kda_decode", "T33",
     ),
     "decay left out": Fault("kda_step", "S = S * decay[None, :]", "S = S * 1.0", "kda_decode", "T33"),
     "null block touched": Fault("kda_step", "if slot > 0:", "if slot > -1:", "kda_decode", "T33"),
