@@ -67,7 +67,7 @@ class Compiler(Protocol):
 
 
 class ContractCompiler:
-    """The contracts of k3_core behind the plan, for K3 on a CPU: nothing is compiled."""
+    """The contracts of k3_core behind the plan, for tests of the model on CPU tensors: nothing is compiled."""
 
     def compile(
         self, variant: Variant, layout: Layout, cache: Tensor, indices: Tensor, flags: Tensor, packed: Tensor

@@ -16,12 +16,10 @@ from typing import Any
 from k3_ascend.state_copy.plan import StateCopyLayer
 from k3_ascend.state_copy.startup import initialise, withdraw
 
-#: Module and class of every runner whose initialize_kv_cache binds caches: vllm-ascend's first and second generation,
-#: and vLLM's CPU runner (K3_IMPL=ascend in tests). Runners derived from these call the wrapped method.
+#: Module and class of vllm-ascend's two runner generations. Runners derived from these call the wrapped method.
 RUNNERS = (
     ("vllm_ascend.worker.model_runner_v1", "NPUModelRunner"),
     ("vllm_ascend.worker.v2.model_runner", "NPUModelRunner"),
-    ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner"),
 )
 _METHOD = "initialize_kv_cache"
 _MARK = "_k3_state_copy"
