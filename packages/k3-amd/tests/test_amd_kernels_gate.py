@@ -31,7 +31,7 @@ found["metadata"] = binary.metadata
 found["fine"] = gate.breaches(plain, "gfx942", build.resources(binary))
 found["torch"] = "torch" in sys.modules
 spilling = catalogue.variants("gfx942")["attn_res 8"]
-spilling = dataclasses.replace(spilling, options=dict(spilling.options, num_warps=4))
+spilling = dataclasses.replace(spilling, options=dict(spilling.options, waves_per_eu=6))
 found["spills"] = gate.breaches(spilling, "gfx942", build.resources(build.build(spilling, "gfx942")))
 large = catalogue.variants("gfx950")["scan"]
 found["lds"] = gate.breaches(large, "gfx942", build.resources(build.build(large, "gfx942")))
