@@ -20,9 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from importlib.resources import files
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,120 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness
 import torch
+from skinny_case import BATCHES, Point, candidates, points, summary, variant, write_table
 
-from k3_core.config import K3Config, load_config
-from k3_nvidia.kernels.skinny_gemm import MAX_VECTOR_ROWS, Config, skinny_gemm
-from k3_nvidia.tuning import skinny as tuning
+from k3_nvidia.kernels.skinny_gemm import Config, skinny_gemm
 
-BATCHES = (1, 8, 16, 4, 2)
-MULTIPROCESSORS = 132
 POOL_BYTES = 3 << 29
 DTYPE = torch.bfloat16
-Point = tuple[int, int, int]
 
 
-# ------------------------------------------------------------------------------------------------------------- shapes
-
-
-def projections(config: K3Config, ranks: int) -> dict[str, tuple[int, int]]:
-    """name -> (N, K) of every dense matrix of one rank, as the serving layers fuse, pad and cut them."""
-    text = config.text
-    linear, hidden = text.linear_attn, text.hidden_size
-    heads, dim = linear.num_heads // ranks, linear.head_dim
-    attention = text.num_attention_heads // ranks
-    shared, dense = text.shared_intermediate_size // ranks, text.intermediate_size // ranks
-
-    def pad(rows: int) -> int:
-        return -(-rows // 16) * 16
-
-    assert text.q_lora_rank is not None
-    assert text.routed_expert_hidden_size is not None
-    latent = text.routed_expert_hidden_size
-    mla = text.q_lora_rank + text.kv_lora_rank + text.qk_rope_head_dim + attention * text.v_head_dim
-    return {
-        "kda.in_proj": (pad(4 * heads * dim + dim + heads), hidden),
-        "kda.f_b_proj": (heads * dim, dim),
-        "kda.o_proj": (hidden, heads * dim),
-        "mla.in_proj": (pad(mla), hidden),
-        "mla.q_b_proj": (attention * text.qk_head_dim, text.q_lora_rank),
-        "mla.kv_b_proj": (attention * (text.qk_nope_head_dim + text.v_head_dim), text.kv_lora_rank),
-        "mla.o_proj": (hidden, attention * text.v_head_dim),
-        "latent.down": (latent, hidden),
-        "latent.up": (hidden, latent),
-        "latent.up sharded": (hidden // ranks, latent),
-        "shared.gate_up": (2 * shared, hidden),
-        "shared.down": (hidden, shared),
-        "dense.gate_up": (2 * dense, hidden),
-        "dense.down": (hidden, dense),
-        "router": (text.num_experts, hidden),
-        "lm_head": (text.vocab_size // ranks, hidden),
-    }
-
-
-def points() -> dict[tuple[int, int], list[str]]:
-    """(N, K) -> names of the projections that have it, over both rank sizes."""
-    config = load_config(json.loads((files("k3_core.cli.plan") / "kimi_k3.json").read_text()))
-    found: dict[tuple[int, int], list[str]] = {}
-    for ranks in (16, 8):
-        for name, size in projections(config, ranks).items():
-            found.setdefault(size, []).append(f"tp{ranks}.{name}")
-    return found
-
-
-# ----------------------------------------------------------------------------------------------------- configurations
-
-
-def _cuts(total: int, wanted: float, least: int) -> int:
-    """The divisor of ``total`` steps nearest to ``wanted`` cuts that leaves at least ``least`` steps to each."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0 and total // d >= least] or [1]
-    return min(divisors, key=lambda d: abs(d - wanted))
-
-
-def _vector(m: int, n: int, k: int) -> Iterator[Config]:
-    if k >= 4096:
-        tiles = [(8, 1024, 4), (4, 1024, 4), (8, 512, 2), (4, 512, 2)]
-    elif k >= 1024:
-        tiles = [(8, 512, 2), (4, 512, 2), (8, 256, 1), (4, 256, 1)]
-    elif k >= 512:
-        tiles = [(8, 256, 1), (4, 256, 1), (16, 256, 1), (16, 256, 2)]
-    else:
-        tiles = [(16, 128, 1), (8, 128, 1), (8, 64, 1)]
-    for block_n, block_k, warps in tiles:
-        if block_n * m > 32:  # sums and two steps of weights must fit the registers
-            continue
-        programs = -(-n // block_n)
-        steps = -(-k // block_k)
-        # twelve warps a multiprocessor, each with block_n * 512 bytes a step outstanding
-        wanted = MULTIPROCESSORS * 12 / (programs * warps)
-        for splits in {1, _cuts(steps, wanted, 2) if wanted >= 1.5 else 1}:
-            yield Config("vector", block_n, block_k, splits, warps, 1, True)
-
-
-def _dot(m: int, n: int, k: int) -> Iterator[Config]:
-    tiles = [(64, 128, 5, 4), (32, 128, 6, 4), (16, 256, 5, 4), (32, 256, 4, 4)]
-    if n >= 4096 and k >= 2048:
-        tiles += [(64, 256, 3, 4), (128, 64, 6, 4)]
-    if k <= 256:
-        tiles = [(16, 128, 2, 1), (32, 128, 2, 2), (64, 128, 2, 4)]
-    for block_n, block_k, stages, warps in tiles:
-        programs, steps = -(-n // block_n), -(-k // block_k)
-        options = {1} if programs >= 48 else set()
-        if programs < 200:
-            options |= {_cuts(steps, w * MULTIPROCESSORS / programs, 3) for w in (1, 2)}
-        for splits in sorted(options):
-            yield Config("dot", block_n, block_k, splits, warps, stages, True)
-
-
-def candidates(m: int, n: int, k: int) -> list[Config]:
-    """The Triton configurations that are worth a try."""
-    return [*(_vector(m, n, k) if m <= MAX_VECTOR_ROWS else ()), *(_dot(m, n, k))]
-
-
-def variant(config: Config, m: int, n: int, k: int) -> tuple[Any, ...]:
-    """What decides the compiled binary."""
-    rows = m if config.kind == "vector" else (8 if m <= 8 else 16)
-    even = n % config.block_n == 0, k % (config.block_k * config.splits) == 0
-    return rows, even, *asdict(config).values()
+# ------------------------------------------------------------------------------------------------------------ compiling
 
 
 def compile_worker(index: int, count: int) -> None:
@@ -282,62 +175,6 @@ def measure(case: Case, runners: dict[str, Runner], bandwidth: float, finalists:
     }  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------------------- table
-
-
-def table_entry(name: str, us: float) -> dict[str, Any]:
-    """An entry of the tuning table from the name a configuration has in the results."""
-    kind, *parts = name.split("-")
-    number = {part[0]: int(part[1:]) for part in parts if part != "pdl"}
-    if kind == "cute":
-        config: dict[str, Any] = {
-            "tiles": number["r"], "unroll": number["u"], "warps": number["w"], "cluster": number["c"],
-        }  # fmt: skip
-        return {"kernel": "cute", "us": round(us, 2), "config": config}
-    config = {
-        "kind": kind, "block_n": number["n"], "block_k": number["k"], "splits": number["s"], "warps": number["w"],
-        "stages": number["p"], "pdl": "pdl" in parts,
-    }  # fmt: skip
-    return {"kernel": "triton", "us": round(us, 2), "config": config}
-
-
-def table_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Kernels that beat cuBLAS by the margin, best first; CuTe only where it beats Triton by as much."""
-    rival = row["cublas_us"]
-    ours = [(us, name) for name, us in row["marginal"].items() if name != "cublas"]
-    best = [table_entry(name, us) for us, name in sorted(ours)[:1] if us <= tuning.MARGIN * rival]
-    # the shards timed cuBLAS too: their figures count relative to that
-    if "cute" in row and row["cute_cublas_us"]:
-        us = row["cute_us"] / row["cute_cublas_us"] * rival
-        if us <= tuning.MARGIN * min([rival, *(entry["us"] for entry in best)]):
-            best.insert(0, table_entry(row["cute"], us))
-    shape = {key: row[key] for key in ("m", "n", "k")}
-    return {**shape, "cublas_us": round(rival, 2), "floor_us": round(row["floor_us"], 2), "best": best}
-
-
-def write_table(results: dict[str, Any], path: Path) -> None:
-    """``tuning/skinny.json`` from a results file; other devices' tables in it stay. The router has its own kernel."""
-    environment = results["environment"]
-    rows = [
-        table_row(row)
-        for row in results["rows"].values()
-        if "marginal" in row and not all(name.endswith("router") for name in row["projections"])
-    ]
-    rows.sort(key=lambda row: (row["n"], row["k"], row["m"]))
-    data = json.loads(path.read_text())
-    data["devices"][environment["device"]] = {
-        "date": environment["date"],
-        "measured": f"{environment['dtype']}, torch {environment['torch']}, triton {environment['triton']}, marginal "
-        "microseconds behind the kernel that writes x, L2 cold (benchmarks/bench_skinny.py)",
-        "rows": rows,
-    }
-    text = json.dumps(data, indent=1)
-    for row in rows:  # one row a line
-        text = text.replace(json.dumps(row, indent=1).replace("\n", "\n    "), json.dumps(row))
-    assert json.loads(text) == data
-    path.write_text(text + "\n")
-
-
 # --------------------------------------------------------------------------------------------------------------- main
 
 
@@ -416,8 +253,8 @@ def random_pool() -> torch.Tensor:
     return pool
 
 
-def run(results: harness.Results, deadline: float) -> None:
-    """Every point with the Triton kernels until the deadline; the file is rewritten after each."""
+def sweep_points(results: harness.Results, deadline: float, slices: Sequence[str]) -> None:
+    """Every point (whose key contains one of ``slices``) with the Triton kernels until the deadline."""
     names = points()
     bandwidth = harness.copy_bandwidth()
     results.record |= {"copy_bytes_per_s": bandwidth, "dtype": str(DTYPE), "rule": __doc__}
@@ -425,6 +262,9 @@ def run(results: harness.Results, deadline: float) -> None:
     print(f"copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     for m in BATCHES:
         for (n, k), who in names.items():
+            key = f"{m}x{n}x{k}"
+            if slices and not any(part in key for part in slices):
+                continue
             if time.time() > deadline:
                 results.record["unfinished"] = True
                 results.save()
@@ -435,7 +275,7 @@ def run(results: harness.Results, deadline: float) -> None:
                 runners |= {c.name: triton_runner(c) for c in candidates(m, n, k)}
                 return measure(Case(pool, m, n, k), runners, bandwidth)
 
-            row = results.row(f"{m}x{n}x{k}", one)
+            row = results.row(key, one)
             assert row is not None
             row["projections"] = who
             if "error" in row:
@@ -470,46 +310,28 @@ def residual_check() -> str:
     return "residual, float16, padded x: right"
 
 
-def main() -> None:
-    """Workers, then the sweep of Triton, then that of CuTe in its own process, then one file."""
-    folder = Path(os.environ.get("OUT", "."))
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=folder / "skinny.json")
-    parser.add_argument("--budget", type=float, default=105.0, help="seconds in all")
-    parser.add_argument("--worker", type=int, nargs=2)
-    parser.add_argument("--table", type=Path, help="measure nothing: write the tuning table from the results in --out")
-    parser.add_argument("--cute-only", action="store_true", help="add the CuTe kernels to the Triton rows in --out")
-    parser.add_argument("--cute", type=float, nargs=3, help="(internal) shard, shards, until when")
-    a = parser.parse_args()
-    if a.worker:
-        compile_worker(*a.worker)
-        return
-    if a.table:
-        write_table(json.loads(a.out.read_text()), a.table)
-        return
-    if a.cute:
-        cute_shard(a.out, int(a.cute[0]), int(a.cute[1]), a.cute[2])
-        return
+def everything(path: Path, budget: float, slices: Sequence[str] = (), cute_only: bool = False) -> None:
+    """Workers compile, then the sweep of Triton, then those of CuTe in their own processes; all rows go to ``path``."""
     start = time.time()
-    end = start + a.budget
-    a.out.parent.mkdir(parents=True, exist_ok=True)
+    end = start + budget
+    path.parent.mkdir(parents=True, exist_ok=True)
     count = max(1, min(14, (os.cpu_count() or 2) - 2))
-    command = [sys.executable, __file__, "--out", str(a.out)]
-    jobs = 0 if a.cute_only else count
+    command = [sys.executable, __file__, "--out", str(path)]
+    jobs = 0 if cute_only else count
     workers = [subprocess.Popen([*command, "--worker", str(i), str(count)]) for i in range(jobs)]
     for worker in workers:
-        worker.wait(timeout=a.budget)
+        worker.wait(timeout=budget)
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
-    results = harness.Results(a.out, resume=a.cute_only)
-    with gpu_lock(a.out):
+    results = harness.Results(path, resume=cute_only)
+    with gpu_lock(path):
         shards = [
             subprocess.Popen([*command, "--cute", str(i), str(count), str(end - 4)])
             for i in range(count)
             if importlib.util.find_spec("cutlass") is not None
         ]
-        if not a.cute_only:
+        if not cute_only:
             print(residual_check(), flush=True)
-            run(results, start + 0.65 * a.budget)
+            sweep_points(results, start + 0.65 * budget, slices)
     print(f"triton swept at {time.time() - start:.0f} s", flush=True)
     for shard in shards:
         try:
@@ -517,7 +339,7 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             shard.kill()
             print("a CuTe shard ran out of time", flush=True)
-    merge_cute(a.out, results.rows)
+    merge_cute(path, results.rows)
     results.save()
     for key, row in results.rows.items():
         if row.get("cute_wrong"):
@@ -525,6 +347,41 @@ def main() -> None:
         if "cute" in row and "us" in row:
             print(f"{key}: triton or cuBLAS {row['us']:.2f}, {row['cute']} {row['cute_us']:.2f}", flush=True)
     print(f"total {time.time() - start:.0f} s", flush=True)
+
+
+def run(out: Path, slices: Sequence[str] = ()) -> None:
+    """``bench.py --rows skinny``: the sweep to ``skinny_sweep.json``, its summary to ``skinny.json``."""
+    everything(out / "skinny_sweep.json", 150.0, slices)
+    publish(out / "skinny_sweep.json", out / "skinny.json")
+
+
+def publish(results: Path, path: Path) -> None:
+    """Write the summary of a results file."""
+    path.write_text(json.dumps(summary(json.loads(results.read_text())), indent=1) + "\n")
+
+
+def main() -> None:
+    """The parts of :func:`everything`, and what is made from its results."""
+    folder = Path(os.environ.get("OUT", "."))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=folder / "skinny.json")
+    parser.add_argument("--budget", type=float, default=105.0, help="seconds in all")
+    parser.add_argument("--table", type=Path, help="measure nothing: write the tuning table from the results in --out")
+    parser.add_argument("--summary", type=Path, help="measure nothing: write the page's rows from the results in --out")
+    parser.add_argument("--cute-only", action="store_true", help="add the CuTe kernels to the Triton rows in --out")
+    parser.add_argument("--worker", type=int, nargs=2, help="(internal) compile a part")
+    parser.add_argument("--cute", type=float, nargs=3, help="(internal) shard, shards, until when")
+    a = parser.parse_args()
+    if a.worker:
+        compile_worker(*a.worker)
+    elif a.cute:
+        cute_shard(a.out, int(a.cute[0]), int(a.cute[1]), a.cute[2])
+    elif a.table:
+        write_table(json.loads(a.out.read_text()), a.table)
+    elif a.summary:
+        publish(a.out, a.summary)
+    else:
+        everything(a.out, a.budget, cute_only=a.cute_only)
 
 
 if __name__ == "__main__":
