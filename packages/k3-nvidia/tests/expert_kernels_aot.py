@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from k3_core.testing import triton_aot
 from k3_nvidia.kernels import experts_gemm, moe_combine, moe_repack, moe_worklist, router, situ
 from k3_nvidia.tuning import experts as tuning
 
@@ -33,23 +32,13 @@ def compile_kernel(
     fn: Any, constants: dict[str, Any], warps: int, stages: int, types: dict[str, str] | None = None, arch: int = 90
 ) -> dict[str, Any]:
     """Compile and disassemble one variant."""
-    signature, attrs = {}, {}
-    for i, name in enumerate(fn.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        kind = (types or {}).get(name) or TYPES.get(name) or ("*i32" if name.endswith("_ptr") else "i32")
-        if name == "w_ptr" and fn.fn.__module__.endswith("experts_gemm"):
-            kind = "*i16"
-        signature[name] = kind
-        if kind.startswith("*") or name.startswith("stride") or name in DIVISIBLE:
-            attrs[(i,)] = [["tt.divisibility", 16]]
+    kinds = TYPES | (types or {})
+    if fn.fn.__module__.endswith("experts_gemm"):
+        kinds["w_ptr"] = "*i16"
     options = {"num_warps": warps, "num_stages": stages}
     if constants.get("PDL"):
         options["launch_pdl"] = True
-    kernel = triton.compile(
-        ASTSource(fn, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options
-    )
+    kernel = triton_aot.compile_kernel(fn, constants, options, ("cuda", arch, 32), kinds, DIVISIBLE)
     with tempfile.TemporaryDirectory() as tmp:
         cubin = Path(tmp) / "k.cubin"
         cubin.write_bytes(kernel.asm["cubin"])

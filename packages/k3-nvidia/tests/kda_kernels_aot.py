@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from k3_core.testing import triton_aot
 from k3_nvidia.kernels import kda_chunk, kda_conv, kda_segment, kda_step
 from k3_nvidia.tuning import kda as tuning
 
@@ -42,15 +41,8 @@ def kind(name: str, module: str) -> str:
 def measure(label: str, fn: Any, constants: dict[str, Any], options: dict[str, Any], arch: int) -> dict[str, Any]:
     """Compile one variant and read its resources."""
     module = fn.fn.__module__.split(".")[-1]
-    signature, attrs = {}, {}
-    for i, name in enumerate(fn.arg_names):
-        signature[name] = "constexpr" if name in constants else kind(name, module)
-        aligned = name.endswith("_ptr") and name not in ("slot_ptr", "init_ptr", "cu_ptr", "accepted_ptr", "beta_ptr")
-        if name not in constants and (aligned or name.endswith("stride")):
-            attrs[(i,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(fn, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options
-    )
+    types = {name: kind(name, module) for name in fn.arg_names}
+    compiled = triton_aot.compile_kernel(fn, constants, options, ("cuda", arch, 32), types)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "k.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
