@@ -146,8 +146,8 @@ def _scratch(found: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
     flat = raw[start : start + extent * size].view(found.dtype)
     cache = flat.as_strided((1, *found.shape[1:]), (extent, *found.stride[1:]), flat.storage_offset())
     count = found.payload * size
-    pattern = (torch.arange(count, dtype=torch.int32, device=device) % 113).to(torch.int8)
-    return cache, pattern.view(found.dtype).view(1, *found.shape[1:])
+    pattern = (torch.arange(count, dtype=torch.int32) % 113).to(torch.int8)  # made on the host: no device arithmetic
+    return cache, pattern.view(found.dtype).view(1, *found.shape[1:]).to(device)
 
 
 def _seal(
