@@ -241,7 +241,7 @@ def test_a_spawned_process_registers_for_itself() -> None:
     child = context.Process(target=_spawned, args=(str(Path(__file__)), queue))
     child.start()
     assert queue.get(timeout=300) == "k3-core"
-    child.join(30)
+    child.join(300)
     assert child.exitcode == 0
 
 
