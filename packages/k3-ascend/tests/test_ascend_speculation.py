@@ -228,3 +228,28 @@ def test_rows_of_one_token_that_pad_a_graph_are_null() -> None:
     padded.block_table_tensor[2:] = 0
     made.build(0, padded)
     assert full.decode.slots.tolist() == [1, 11, 0, 0]
+
+
+# --- the real runners ------------------------------------------------------------------------------------------------
+
+
+def test_both_real_runners_are_wrapped_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-ascend's own classes, imported on the fake device: what install() finds and changes."""
+    import ascend_support as support
+
+    if not support.has_vllm_ascend():
+        pytest.skip("needs torch_npu and vllm-ascend (environment 'ascend')")
+    support.fake_device()
+    support.plugins()
+    from k3_ascend import state_copy
+    from k3_ascend.state_copy import hooks
+
+    methods = [(*where, "initialize_kv_cache") for where in hooks.RUNNERS]
+    methods.append((*speculation.RUNNER, "_build_attention_metadata"))
+    classes = [(getattr(importlib.import_module(m), c), name) for m, c, name in methods]
+    for cls, name in classes:
+        monkeypatch.setattr(cls, name, vars(cls)[name])  # puts the original back afterwards
+    assert state_copy.install() == tuple(".".join(where) for where in hooks.RUNNERS)
+    assert speculation.install()
+    for cls, name in classes:
+        assert vars(cls)[name].__wrapped__.__qualname__ == f"{cls.__name__}.{name}"
