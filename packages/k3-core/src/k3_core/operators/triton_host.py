@@ -8,6 +8,7 @@ later ones call the compiled object. The key holds everything Triton specialises
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Hashable
 from typing import Any
@@ -35,7 +36,8 @@ def _let_scalars_be_indices() -> None:
 
 
 if interpreting():
-    _let_scalars_be_indices()
+    with contextlib.suppress(ImportError):
+        _let_scalars_be_indices()
 
 
 def _trait(value: Any) -> Any:

@@ -216,6 +216,7 @@ def combine_kernel(
         ids = tl.load(ids_ptr + token * top_k + k, mask=used, other=-1)
         _, here = local_ids(ids, map_ptr, num_local, HAS_MAP, used)
         weight = tl.load(weights_ptr + token * top_k + k, mask=here, other=0.0)
-        d = tl.load(d_ptr + (token * top_k + k) * d_stride + column, mask=inside & here, other=0.0)
+        some = column < tl.where(here, latent, 0)
+        d = tl.load(d_ptr + (token * top_k + k) * d_stride + column, mask=some, other=0.0)
         acc += tl.where(here, weight * d.to(tl.float32), 0.0)
     tl.store(out_ptr + token * out_stride + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
