@@ -41,7 +41,8 @@ def kernels(runs: lanes.Runs, *options: str) -> None:
     """Kernels: numerics of the lowered code, and what the back end makes of each."""
     python = str(envs.ensure("ascend-kernels", dev=True))
     envs.install_wheels("ascend-kernels", envs.build_wheels(("k3-core", "k3-ascend")))
-    runs.pytest(python, "k3-ascend kernels", *(options or ("-n2",)), "-m", "not gpu and not npu", *_tests(kernels=True))
+    chosen = (*(options or ("-n2",)), "-m", "not gpu and not npu", *_tests(kernels=True))
+    runs.pytest(python, "k3-ascend kernels", *chosen, env={"K3_REQUIRE_TOOLS": "1"})  # a missing tool is a failure
 
 
 def on_hardware(runs: lanes.Runs, require: bool, *options: str) -> None:
