@@ -1,7 +1,8 @@
 """vLLM on a faked ROCm platform, without a GPU: ``rocm_fake.py ARCH AITER`` prints what this wheel would do there.
 
 ARCH: gfx942, gfx950 or another. AITER: ``with`` puts a package of that name with the few functions below on the path
-and sets vLLM's switch; ``without`` does neither. Shows that gates choose the right branch, nothing about kernels.
+and sets vLLM's switch; ``without`` does neither. Shows that gates choose the right branch, nothing about kernels. It
+imports the vLLM that is found first: with the Python files of another release in front (``PYTHONPATH``), that one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""AMD's aiter behind one adapter: every symbol that serving with this wheel reaches, and what runs without it.
+"""AMD's aiter behind one adapter: what this wheel calls of it, what vLLM's attention calls for it, and what else runs.
 
 aiter is optional. vLLM decides by ``VLLM_ROCM_USE_AITER`` and its finer switches whether its own layers use it; this
-wheel follows these switches and calls one function of aiter itself. Everything else in the table is called by vLLM on
-this model's behalf and listed so that a report names it.
+wheel follows these switches and calls one function of aiter itself. Everything else in the table is called by vLLM's
+MLA on this model's behalf and listed so that a report names it. vLLM's norms, matrix products and plain experts may
+call more of aiter, under switches of their own.
 
 ``verified`` says what stands behind the parameter names. aiter's releases are in AMD's images; the newest on the
 package index is 0.1.7.post2.dev18, from long before vLLM 0.33. Where that one has the symbol with the parameters used
@@ -82,9 +83,9 @@ SYMBOLS = (
         "MLA decode of 16 heads or a multiple; fewer or uneven heads are padded",
         ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q",
          "sm_scale", "logit_cap", "q_scale", "kv_scale", "work_meta_data", "work_indptr", "work_info_set",
-         "reduce_indptr", "reduce_final_map", "reduce_partial_map"),
+         "reduce_indptr", "reduce_final_map", "reduce_partial_map", "causal"),
         "vLLM's Triton MLA backend, which takes any number of heads",
-        "signature",
+        "unverified",
     ),
     Symbol(
         "aiter:get_mla_metadata_info_v1",
