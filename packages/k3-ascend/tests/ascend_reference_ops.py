@@ -45,9 +45,9 @@ def install() -> None:
 
     sources = {
         "unquantized_gemm": linear.unquantized_gemm,
-        "maybe_pad_and_reduce": lambda x, is_ep_comm=False: x,
+        "maybe_pad_and_reduce": register_custom_ops._maybe_pad_and_reduce_impl,
         "maybe_chunk_residual": register_custom_ops._maybe_chunk_residual_impl,
-        "maybe_all_gather_and_maybe_unpad": lambda x, label, is_ep_comm=False: x,
+        "maybe_all_gather_and_maybe_unpad": register_custom_ops._maybe_all_gather_and_maybe_unpad_impl,
     }
     for namespace, table in (("npu", NPU), ("_C_ascend", C_ASCEND), ("vllm", sources)):
         library = torch.library.Library(namespace, "IMPL")

@@ -86,15 +86,15 @@ def settle(checkpoint: Path, **options: Any) -> Any:
     return EngineArgs(**{**defaults, **options}).create_engine_config()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 @contextmanager
-def worker(vllm_config: Any) -> Iterator[None]:
-    """What vllm-ascend's worker sets up before it builds a model, for one rank over gloo."""
+def worker(vllm_config: Any, rank: int = 0, port: int = 0) -> Iterator[None]:
+    """What vllm-ascend's worker sets up before it builds a model, over gloo; ranks of one group share a port."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
     from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
@@ -104,8 +104,9 @@ def worker(vllm_config: Any) -> Iterator[None]:
     with set_current_vllm_config(vllm_config):
         register_ascend_customop(vllm_config)
         if not parallel_state.model_parallel_is_initialized():
-            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{_free_port()}", 0, "gloo")
-            initialize_model_parallel(1, 1, backend="gloo")
+            size = vllm_config.parallel_config.tensor_parallel_size
+            init_distributed_environment(size, rank, f"tcp://127.0.0.1:{port or free_port()}", 0, "gloo")
+            initialize_model_parallel(size, 1, backend="gloo")
             init_ascend_config(vllm_config)
             init_ascend_model_parallel(vllm_config.parallel_config)
         set_weight_prefetch_method(get_ascend_config().weight_prefetch_config)
@@ -253,6 +254,7 @@ class Steps:
         ids = torch.tensor([i for t in tokens for i in t])
         with torch.no_grad(), forward_context(self.config, len(ids), metadata):
             hidden = self.model(None, None, inputs_embeds=self.model.embed_input_ids(ids))
+            self.hidden = hidden
             text = self.model.get_language_model() if hasattr(self.model, "get_language_model") else self.model
             logits = torch.nn.functional.linear(text.model.norm(hidden), text.lm_head.weight).float()
         for request, new in enumerate(tokens):

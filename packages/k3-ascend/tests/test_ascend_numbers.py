@@ -103,7 +103,7 @@ def test_each_layer_equals_the_goldens(exact: Any, goldens: Any) -> None:
 def test_decoding_continues_like_the_reference(exact: Any, goldens: Any) -> None:
     prompts, _ = goldens
     reference = load_model(golden_data.checkpoint("k3-tiny"), dtype=FP32)
-    sequences = [list(prompts[name]) for name in ("p17", "p65", "p1")]
+    sequences = [list(prompts[name]) for name in ("p17", "p2", "p1")]
     steps = support.Steps(*exact)
     tokens = [int(logits[-1].argmax()) for logits in steps.prefill(sequences)]
     for _ in range(3):
@@ -155,8 +155,8 @@ def test_bfloat16_is_as_near_as_rounding_lets_it(rounded: Any, goldens: Any) -> 
     """Against the fp32 goldens: not farther than twice the bfloat16 reference, whose roundings fall elsewhere."""
     prompts, arrays = goldens
     reference = load_model(golden_data.checkpoint("k3-tiny"), dtype=BF16)
-    found = support.Steps(*rounded).prefill([prompts[n] for n in ("p17", "p65")])
-    for name, logits in zip(("p17", "p65"), found, strict=True):
+    found = support.Steps(*rounded).prefill([prompts["p17"]])
+    for name, logits in zip(("p17",), found, strict=True):
         expected = torch.from_numpy(arrays[f"{name}.logits"])
         theirs = reference.logits(torch.tensor(prompts[name])).float()
         ours, bound = ((x - expected).square().mean().sqrt() for x in (logits, theirs))
@@ -187,18 +187,24 @@ def test_a_bfloat16_step_keeps_the_rules_and_says_what_is_opaque(rounded: Any, g
     assert "npu::npu_dynamic_mx_quant" in opaque
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], torch.Tensor]:
+    """(checkpoint with wide experts, a prompt, its fp32 logits)."""
+    from k3_core.checkpoint import write_tiny
+
+    folder = write_tiny(tmp_path_factory.mktemp("ascend-wide"), support.wide_config(), seed=3)
+    prompt = list(range(7, 19))
+    return folder, prompt, load_model(folder, dtype=FP32).logits(torch.tensor(prompt))
+
+
 @pytest.mark.parametrize(("form", "bound"), [("int8", 0.15), ("w4a8", 1.0)])
-def test_requantised_experts_stay_near(form: str, bound: float, tmp_path: Path) -> None:
+def test_requantised_experts_stay_near(form: str, bound: float, wide: Any) -> None:
     """int8 and int4 experts through the quantised dispatch and products, against the exact reference.
 
     The bound is on the rms of logits relative to theirs: weight errors of 0.7 % (int8) and 12 % (int4) a layer, through
     4 expert layers and the norms between. It tells a wrong scale or layout (error above 1) from rounding.
     """
-    from k3_core.checkpoint import write_tiny
-
-    folder = write_tiny(tmp_path / "k3", support.wide_config(), seed=3)
-    prompt = list(range(7, 40))
-    expected = load_model(folder, dtype=FP32).logits(torch.tensor(prompt))
+    folder, prompt, expected = wide
     for model, config in built(folder, BF16, form):
         found = support.Steps(model, config).prefill([prompt])[0]
     error = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())

@@ -279,7 +279,7 @@ UNDOCUMENTED = (
 
 
 def violations(operator: str, arguments: Arguments, *, situ: bool = True) -> list[str]:
-    """What a call of ``operator`` (``namespace::name``) breaks, one line a rule. situ: whether the activation is SiTU."""
+    """What a call of ``operator`` (``namespace::name``) breaks, a line a rule. situ: whether the activation is SiTU."""
     result = []
     for constraint in CONSTRAINTS:
         if constraint.operator == operator and (situ or constraint.rule != NOT_SWIGLU):
