@@ -103,10 +103,19 @@ def test_warm_up_meets_every_row_count_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("small_table")
 @pytest.mark.parametrize(
-    ("device", "backend", "invariant", "count"),
-    [("a GPU", "auto", "0", 1), ("another GPU", "auto", "0", 0), ("a GPU", "torch", "0", 0), ("a GPU", "auto", "1", 0)],
+    ("asked", "device", "backend", "invariant", "count"),
+    [
+        ("1", "a GPU", "auto", "0", 1),
+        ("0", "a GPU", "auto", "0", 0),
+        ("1", "another GPU", "auto", "0", 0),
+        ("1", "a GPU", "torch", "0", 0),
+        ("1", "a GPU", "auto", "1", 0),
+    ],
 )
-def test_install(monkeypatch: pytest.MonkeyPatch, device: str, backend: str, invariant: str, count: int) -> None:
+def test_install(
+    monkeypatch: pytest.MonkeyPatch, asked: str, device: str, backend: str, invariant: str, count: int
+) -> None:
+    monkeypatch.setenv("K3_FEW_ROWS", asked)
     method = SimpleNamespace(apply=lambda layer, x, bias=None: x)
     usual = method.apply
     layer = SimpleNamespace(weight=torch.zeros(24, 64).half(), quant_method=method)
@@ -120,6 +129,7 @@ def test_install(monkeypatch: pytest.MonkeyPatch, device: str, backend: str, inv
 
 
 def test_an_empty_table_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("K3_FEW_ROWS", "1")
     monkeypatch.setattr(tuning, "table", lambda: {"devices": {}})
     tuning._winners.cache_clear()
     monkeypatch.setattr(few_rows, "_linears", lambda model: pytest.fail("looked at the layers"))
@@ -142,6 +152,7 @@ def test_the_layers_of_a_model_take_the_hook(nvidia_tiny: Path, monkeypatch: pyt
         "in_proj", "f_b_proj", "q_b_proj", "kv_b_proj", "o_proj", "routed_expert_down_proj", "routed_expert_up_proj",
         "gate_up_proj", "down_proj", "lm_head",
     }  # fmt: skip
+    monkeypatch.setenv("K3_FEW_ROWS", "1")
     layer = next(module for module in few_rows._linears(model) if names[id(module)].endswith("in_proj"))
     n, k = layer.weight.shape
     rows = [{"m": 4, "n": n, "k": k, "best": [{"kernel": "triton", "config": DOT}]}]

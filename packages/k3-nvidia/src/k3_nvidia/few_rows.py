@@ -3,6 +3,9 @@
 vLLM's linear layers stay what they are, weights included; only the function that multiplies is asked first whether a
 measured kernel is faster at this row count (:mod:`k3_nvidia.tuning.skinny`). The decision is a list look-up on the
 host by shapes that a CUDA graph fixes anyway: no synchronisation, and nothing at all where the table has no entry.
+
+``K3_FEW_ROWS=1`` turns it on. The kernels are measured and right on an H200, one by one; the layers have not yet run with
+them inside an engine there, and until they have, nobody meets them unasked.
 """
 
 from __future__ import annotations
@@ -84,8 +87,11 @@ def _linears(model: nn.Module) -> Iterator[Any]:
 def install(model: nn.Module, vllm_config: Any, device: str) -> int:
     """Put ``FewRows`` before every linear layer that the table of ``device`` names; returns how many.
 
-    Not where the user asked for another product: batch-invariant results or a linear backend by name.
+    Only where ``K3_FEW_ROWS=1`` asks for it, and not where the user asked for another product: batch-invariant results
+    or a linear backend by name.
     """
+    if os.environ.get("K3_FEW_ROWS", "0") in ("", "0"):
+        return 0
     if not tuning.measured(device) or os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         return 0
     if getattr(getattr(vllm_config, "kernel_config", None), "linear_backend", "auto") != "auto":
