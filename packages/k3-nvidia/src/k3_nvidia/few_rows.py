@@ -4,8 +4,8 @@ vLLM's linear layers stay what they are, weights included; only the function tha
 measured kernel is faster at this row count (:mod:`k3_nvidia.tuning.skinny`). The decision is a list look-up on the
 host by shapes that a CUDA graph fixes anyway: no synchronisation, and nothing at all where the table has no entry.
 
-``K3_FEW_ROWS=1`` turns it on. The kernels are measured and right on an H200, one by one; the layers have not yet run with
-them inside an engine there, and until they have, nobody meets them unasked.
+``K3_FEW_ROWS=1`` turns it on. The kernels are measured and right on an H200, one by one; the layers have not yet run
+with them inside an engine there, and until they have, nobody meets them unasked.
 """
 
 from __future__ import annotations
