@@ -72,12 +72,11 @@ def build(linalg: str, folder: Path) -> Path:
 
     Raises RuntimeError with the message of the program that failed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / hashlib.sha256((linalg + repr(_TO_LLVM)).encode()).hexdigest()[:16]
+    runtime = build_runtime(folder)
+    stem = folder / hashlib.sha256((linalg + repr(_TO_LLVM) + runtime.name).encode()).hexdigest()[:16]
     library = stem.with_suffix(".so")
     if library.exists():
         return library
-    runtime = build_runtime(folder)
     source = stem.with_suffix(f".{os.getpid()}.mlir")
     steps = [source.with_suffix(s) for s in (".llvm.mlir", ".ll", ".opt.ll", ".o", ".so")]
     source.write_text(linalg)
