@@ -1,6 +1,6 @@
 """The code blocks of every page that a user reads, and who runs each: ``import docs_blocks`` (see conftest.py).
 
-Above each block stands one comment:
+Above each block, but for output (``text``), stands one comment:
 
 ``<!-- run -->``            `test_docs_commands.py` runs it: ``k3`` commands line by line, Python as one program
 ``<!-- serve -->``          `test_serve_docs.py` runs it against a served tiny checkpoint; ``serve: NAME`` if NAME is
