@@ -20,8 +20,6 @@ from k3_core.contracts import kda, moe
 #: name -> implementation; the namespace is in :func:`install`.
 NPU: dict[str, Callable[..., Any]] = {}
 C_ASCEND: dict[str, Callable[..., Any]] = {}
-#: vLLM operators that vllm-ascend registers for NPUs only; their functions do not care about the device.
-VLLM = ("unquantized_gemm", "maybe_pad_and_reduce", "maybe_chunk_residual", "maybe_all_gather_and_maybe_unpad")
 _libraries: list[torch.library.Library] = []
 
 
@@ -41,9 +39,12 @@ def install() -> None:
         return
     import torch_npu  # noqa: F401
     import vllm_ascend.vllm_ascend_C  # noqa: F401
+    from vllm.distributed import parallel_state
     from vllm_ascend.ops import linear, register_custom_ops
 
     sources = {
+        "all_reduce": parallel_state.all_reduce,
+        "all_gather": parallel_state.all_gather,
         "unquantized_gemm": linear.unquantized_gemm,
         "maybe_pad_and_reduce": register_custom_ops._maybe_pad_and_reduce_impl,
         "maybe_chunk_residual": register_custom_ops._maybe_chunk_residual_impl,
