@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 import time
 import venv
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
+from pathlib import Path
 
 import envs
 import hardware
@@ -103,6 +103,11 @@ def test_dirs(*packages: str) -> list[str]:
     return [f"packages/{package}/tests" for package in packages]
 
 
+def test_files(package: str) -> list[Path]:
+    """Test files of a package."""
+    return sorted((ROOT / "packages" / package / "tests").glob("test_*.py"))
+
+
 def lint(runs: Runs, python: str) -> None:
     """Ruff's rules, ruff's format, import-linter's contracts."""
     runs.command("ruff check", python, "-m", "ruff", "check", ".")
@@ -170,61 +175,53 @@ def prepare(*environments: tuple[str, bool]) -> threading.Thread:
     return thread
 
 
-def nvidia(runs: Runs, *options: str, serve: bool = False) -> None:
-    """k3-nvidia with both vLLM and Triton in reach, so that launchers check what the layers hand them."""
+def wiring(runs: Runs, package: str, *options: str, serve: bool = False) -> None:
+    """A GPU vendor's package with both vLLM and Triton in reach: launchers check what the layers hand them."""
     python = str(envs.ensure("nvidia", dev=True))
-    envs.install_wheels("nvidia", envs.build_wheels(("k3-core", "k3-nvidia")))
+    envs.install_wheels("nvidia", envs.build_wheels(("k3-core", package)))
     marks = "not gpu" if serve else "not gpu and not serve"
-    tests = [str(p) for p in sorted((ROOT / "packages/k3-nvidia/tests").glob("test_*.py")) if "kernel" not in p.name]
-    runs.pytest(python, "k3-nvidia", *(options or ("-n2", "--dist=loadfile")), "-m", marks, *tests)
+    tests = [str(p) for p in test_files(package) if "kernel" not in p.name]
+    runs.pytest(python, package, *(options or ("-n2", "--dist=loadfile")), "-m", marks, *tests)
 
 
-def test_nvidia(session: nox.Session) -> None:
-    """k3-nvidia's lane: wiring and kernels on a CPU, then the hardware tests on a GPU, or a word that they did not run.
+#: Prints which GPU a torch sees: the vendor of its build, then the device's name.
+GPU = "import torch; print('hip' if torch.version.hip else 'cuda', torch.cuda.get_device_name())"
 
-    ``--image`` does all of it inside the image of ci/images/nvidia; ``--hardware-only`` leaves out the CPU's part;
-    ``--require-gpu`` makes a missing GPU a failure; the rest goes to pytest.
+
+def _gpu() -> tuple[str, str]:
+    """(vendor's package, name) of the GPU that the machine's own torch sees; empty where there is none."""
+    done = subprocess.run([hardware.home_python(), "-c", GPU], capture_output=True, text=True)
+    kind, _, name = done.stdout.strip().partition(" ") if done.returncode == 0 else ("", "", "")
+    return {"hip": "k3-amd", "cuda": "k3-nvidia"}.get(kind, ""), name
+
+
+def vendor(session: nox.Session, package: str) -> None:
+    """A GPU vendor's lane: wiring and kernels on a CPU, then hardware tests on a GPU, or a word that they did not run.
+
+    ``--image`` does all of it inside the image of ci/images/<vendor>; ``--hardware-only`` leaves out the CPU's part;
+    ``--require-gpu`` makes a missing GPU of the vendor a failure; the rest goes to pytest. On another vendor's GPU the
+    same kernels run too, which shows their semantics on a second device and nothing about the vendor's.
     """
     flags = {"--image", "--hardware-only", "--require-gpu"}
     asked, rest = flags & set(session.posargs), [a for a in session.posargs if a not in flags]
+    short = package.removeprefix("k3-")
     if "--image" in asked:
-        if code := hardware.run_in_image("nvidia"):
+        if code := hardware.run_in_image(short):
             session.error(f"the lane in the image ended with {code}")
         return
     runs = Runs(session)
     if "--hardware-only" not in asked:
-        nvidia(runs, *rest, serve=True)
-        kernels(runs, "k3-nvidia")
-    tests = [p for p in sorted((ROOT / "packages/k3-nvidia/tests").glob("test_*.py")) if "mark.gpu" in p.read_text()]
-    probe = "import torch; raise SystemExit(not torch.cuda.is_available())"
-    found = subprocess.call([hardware.home_python(), "-c", probe], stderr=subprocess.DEVNULL) == 0
-    if found:
-        python = hardware.overlay("nvidia", ("k3-core", "k3-nvidia"))
-        runs.pytest(python, "k3-nvidia on the GPU", "-m", "gpu", *rest, *map(str, tests))
+        wiring(runs, package, *rest, serve=True)
+        kernels(runs, package)
+    tests = [p for p in test_files(package) if "mark.gpu" in p.read_text()]
+    owner, name = _gpu()
+    if owner:
+        python = hardware.overlay(short, ("k3-core", package))
+        runs.pytest(python, f"{package} on {name}", "-m", "gpu", *rest, *map(str, tests))
     else:
         print(f"\nnot run: no GPU that the torch of {hardware.home_python()} sees: {', '.join(p.name for p in tests)}")
-        if "--require-gpu" in asked:
-            runs.fail("GPU required (--require-gpu) and none found")
-    runs.close()
-
-
-def vendor(session: nox.Session, package: str) -> None:
-    """Build one vendor's wheel, install it, run what the machine allows; say what was not run."""
-    require = "--require-gpu" in session.posargs
-    rest = [a for a in session.posargs if a != "--require-gpu"]
-    runs = Runs(session)
-    python = str(envs.ensure("vllm-0.32.0", dev=True))
-    envs.install_wheels("vllm-0.32.0", envs.build_wheels(("k3-core", package)))
-    runs.pytest(python, package, "-m", "not gpu", *rest, *test_dirs(package))
-    kernels(runs, package)
-    hardware = sorted(
-        p for p in (ROOT / "packages" / package / "tests").glob("test_*.py") if "mark.gpu" in p.read_text()
-    )
-    print(
-        f"\nnot run here (needs the vendor's hardware): {', '.join(p.name for p in hardware) or 'no hardware test yet'}"
-    )
-    if require:
-        runs.pytest(sys.executable, f"{package} hardware", "-m", "gpu", *test_dirs(package))
+    if "--require-gpu" in asked and owner != package:
+        runs.fail(f"GPU required (--require-gpu) and {name or 'none'} found")
     runs.close()
 
 
