@@ -48,9 +48,11 @@ def has_npu() -> bool:
 
 
 def fake_device() -> None:
-    """Let torch_npu's Python half answer without asking the stand-ins; idempotent."""
+    """Let torch_npu's Python half answer without asking the stand-ins; idempotent. A real NPU answers for itself."""
     import torch_npu
 
+    if has_npu():
+        return
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
     for module in (torch.npu, torch_npu.npu):
         module.current_device = lambda: 0
@@ -314,6 +316,31 @@ def wide_config() -> Any:
     from k3_core.checkpoint.tiny_config import tiny_config
 
     return tiny_config("k3", moe_intermediate_size=256, routed_expert_hidden_size=256)
+
+
+def kernel_config() -> Any:
+    """A 5-layer Kimi K3 whose head sizes are those of the released one, as attention operators on an NPU demand."""
+    from k3_core.checkpoint.tiny_config import layer_lists, tiny_config
+
+    return tiny_config(
+        "k3",
+        linear_attn_config={
+            "num_heads": 8,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+            "use_full_rank_gate": True,
+            **layer_lists(5),
+        },
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        moe_intermediate_size=256,
+        routed_expert_hidden_size=256,
+    )
 
 
 def load(model: Any, vllm_config: Any) -> set[str]:
