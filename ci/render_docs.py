@@ -101,13 +101,28 @@ def benchmarks() -> dict[Path, str]:
     return pages
 
 
+def proof(name: str, value: str) -> str:
+    """A cell of the matrix; ``conformance: PACKAGE`` stands for what the package's result file says of the operator."""
+    package = value.removeprefix("conformance: ")
+    if package == value:
+        return value
+    page = json.loads((ROOT / "packages" / package / "benchmarks/results/conformance.json").read_text())
+    rows = [row for row in page["rows"] if row["operator"] == name]
+    count = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("pass", "fail", "refused")}
+    where = f"{page['date']}, {page['environment']['device_name'].removeprefix('NVIDIA ')}"
+    if count["fail"] or not count["pass"]:
+        return f"fails {count['fail']} of {len(rows)} cases ({where})"
+    return f"1 ({where}, {count['pass']} cases)" + (f", {count['refused']} refused" if count["refused"] else "")
+
+
 def support_matrix() -> dict[Path, str]:
     data = tomllib.loads((DOCS / "data" / "support.toml").read_text())
     rungs = "\n".join(f"{i}. {name}" for i, name in enumerate(data["rungs"], 1))
     parts = [HEADER, "# Support matrix\n", "Proof, from strongest to weakest:\n", rungs, ""]
     for section in data["section"]:
         parts += [f"## {section['title']}\n", section.get("note", "")]
-        rows = [{"": row["name"], **{k: v for k, v in row.items() if k != "name"}} for row in section["row"]]
+        rows = [{"": row["name"], **{k: proof(row["name"], v) for k, v in row.items() if k != "name"}}
+                for row in section["row"]]  # fmt: skip
         parts += [table(rows), ""]
     return {DOCS / "support-matrix.md": "\n".join(parts)}
 
