@@ -7,6 +7,7 @@ that they were chosen, and what refused before them, is logged as a warning.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -112,6 +113,8 @@ def triton_ready() -> tuple[bool, str]:
     found, why = kernels.available()
     if not found:
         return found, why
+    if importlib.util.find_spec("vllm") is None:
+        return False, "vLLM, which looks for the driver, is not installed"
     from vllm.triton_utils import HAS_TRITON
 
     if not HAS_TRITON:
