@@ -17,7 +17,7 @@ from k3_amd import kernels, tuning
 from k3_amd.kernels import attn_res, experts, experts_layout, kda_prefill, launch, router, state_copy
 from k3_core.checkpoint import unpack_mxfp4
 from k3_core.errors import UnsupportedError
-from k3_core.operators import TABLE, CallSpec, ExpertWeights
+from k3_core.operators import TABLE, CallSpec, ExpertWeights, triton_host
 from k3_core.operators.kda_args import TESTED_HEADS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,6 +39,20 @@ def test_amd_options_reach_amd_only(hip: bool, monkeypatch: pytest.MonkeyPatch) 
     assert ("matrix_instr_nonkdim" in options) is hip
     assert options["num_warps"] == (4 if hip else 8)
     assert "threads" not in options
+
+
+def test_a_variant_for_narrow_storage_is_not_used_for_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton cuts offsets to 32 bits up to 2 GiB of storage: the warm-up's pool is smaller, a served one may be larger."""
+    backend = pytest.importorskip("triton.backends.amd.compiler").HIPBackend
+    monkeypatch.setattr(triton_host, "HIP", True)
+    pools = [torch.empty(size, dtype=torch.uint8, device="meta") for size in (64, 2**31 - 1, 2**31, 2**33)]
+    narrow = [backend.is_within_2gb(pool) for pool in pools]
+    assert narrow == [True, True, False, False]
+    # A view of a wide pool is as wide as the pool, whatever its own size.
+    traits = [triton_host._trait(pool[:16]) for pool in pools]
+    assert traits == [(torch.uint8, True, small) for small in narrow]
+    monkeypatch.setattr(triton_host, "HIP", False)
+    assert len({triton_host._trait(pool) for pool in pools}) == 1
 
 
 @pytest.mark.parametrize("arch", tuning.ARCHITECTURES)

@@ -3,7 +3,8 @@
 Launcher: a prefill is four or five launches and a decode step one a layer; Triton's argument binder costs tens of
 microseconds a launch on the host, more than some of these kernels run. The first call of a variant goes through Triton,
 later ones call the compiled object. The key holds everything Triton specialises on (and a little more): dtypes and
-16-byte alignment of tensors, width, divisibility by 16 and equality to 1 of integers, constants, options, device.
+16-byte alignment of tensors, width, divisibility by 16 and equality to 1 of integers, constants, options, device; on
+AMD also whether the storage behind a tensor has at most 2 GiB, for which offsets are cut to 32 bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+
+HIP = torch.version.hip is not None
+#: Bytes of storage up to which AMD's compiler is told that offsets fit 32 bits. A warm-up's pool is smaller, a served
+#: pool may be larger: their variants must not be mixed up.
+NARROW = 2**31 - 1
 
 
 def interpreting() -> bool:
@@ -42,7 +48,7 @@ if interpreting():
 
 def _trait(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
+        return value.dtype, value.data_ptr() % 16 == 0, HIP and value.untyped_storage().size() <= NARROW
     if isinstance(value, int):
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
     return type(value)
