@@ -128,6 +128,44 @@ def test_decodes_and_prompts_share_a_step(exact: Any, goldens: Any) -> None:
     np.testing.assert_allclose(prompt.numpy(), arrays["p65.logits"], atol=LOGITS, rtol=0)
 
 
+@pytest.mark.parametrize("stream", ["prefix", "attn_res"])
+def test_auxiliary_states_cross_the_edge_between_stages(
+    stream: str, exact: Any, goldens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids on both sides of the edge and on it: the last of two stages hands out all of them, as one stage alone."""
+    model, _ = exact
+    stack, edge = model.get_language_model().model, 3
+    forward, layers = stack.forward, stack.text.num_hidden_layers
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def stage(start: int, end: int, hidden: torch.Tensor, received: Any) -> Any:
+        stack.start_layer, stack.end_layer, stack.last = start, end, end == layers
+        stack.stage = stack.schedule.stage(start, end)
+        return forward(hidden, received)
+
+    def alone(hidden: torch.Tensor, received: Any) -> torch.Tensor:
+        result, found["alone"] = forward(hidden, received)
+        return result
+
+    def staged(hidden: torch.Tensor, received: Any) -> torch.Tensor:
+        handed = stage(0, edge, hidden, None)
+        result, found["staged"] = stage(edge, layers, handed["hidden_states"], handed)
+        return result
+
+    for name in ("start_layer", "end_layer", "last", "stage"):
+        monkeypatch.setattr(stack, name, getattr(stack, name))
+    monkeypatch.setattr(stack, "aux_hidden_state_layers", (1, edge, edge + 1, layers))
+    monkeypatch.setattr(stack, "aux_stream", stream)
+    logits = []
+    for run in (alone, staged):
+        monkeypatch.setattr(stack, "forward", run)
+        logits += support.Steps(*exact).prefill([goldens[0]["p17"]])
+    torch.testing.assert_close(logits[1], logits[0])
+    assert len(found["alone"]) == len(found["staged"]) == 4
+    for one, two in zip(found["alone"], found["staged"], strict=True):
+        torch.testing.assert_close(two, one)
+
+
 def test_states_of_other_slots_stay(exact: Any, goldens: Any) -> None:
     """Slots start as NaN: a prompt takes its own only, and the null block keeps its bits."""
     prompts, _ = goldens

@@ -6,6 +6,8 @@ Attention residuals run in the lazy form (:mod:`k3_core.vllm.serving.attn_res`):
 The final norm is applied where logits are computed.
 
 The model is captured whole in decode steps (ACL graph mode FULL_DECODE_ONLY); it is not traced by a compiler.
+
+Hand-off between pipeline stages and auxiliary hidden states: :mod:`k3_core.vllm.serving.stack`.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class KimiLinearModel(TextStack):
             return self._forward_plain(hidden, intermediate)
         prefix, bank = self.receive(hidden, intermediate)
         delta: Tensor | None = None
-        aux: list[Tensor] = []
+        aux = self.received_auxiliary(intermediate)
         for index in range(self.start_layer, self.end_layer):
             layer = cast(DecoderLayer, self.layers[index])
             if index in self.aux_layers:
@@ -127,7 +129,7 @@ class KimiLinearModel(TextStack):
             prefix, delta = layer(prefix, delta, bank)
         if not self.last:
             assert delta is not None
-            return IntermediateTensors({"hidden_states": prefix + delta, "residual": bank})
+            return self.hand_over(prefix + delta, bank, aux)
         mixed = self.output_attn_res(prefix, delta, bank, self.schedule.output_blocks)
         if self.text.num_hidden_layers in self.aux_layers:
             aux.append(mixed)  # in both readings: a draft that asks for the last state wants the output mix
@@ -140,14 +142,14 @@ class KimiLinearModel(TextStack):
         residual: Tensor | None = None
         if intermediate is not None:
             hidden, residual = intermediate["hidden_states"], intermediate["residual"]
-        aux: list[Tensor] = []
+        aux = self.received_auxiliary(intermediate)
         for index in range(self.start_layer, self.end_layer):
             if index in self.aux_layers:
                 aux.append(hidden.clone() if residual is None else hidden + residual)
             hidden, residual = cast(DecoderLayer, self.layers[index]).forward_plain(hidden, residual)
         assert residual is not None
         if not self.last:
-            return IntermediateTensors({"hidden_states": hidden, "residual": residual})
+            return self.hand_over(hidden, residual, aux)
         hidden = hidden + residual
         if self.text.num_hidden_layers in self.aux_layers:
             aux.append(hidden)
