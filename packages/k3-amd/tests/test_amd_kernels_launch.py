@@ -42,7 +42,7 @@ def test_amd_options_reach_amd_only(hip: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_variant_for_narrow_storage_is_not_used_for_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton cuts offsets to 32 bits up to 2 GiB of storage: the warm-up's pool is smaller, a served one may be larger."""
+    """Triton cuts offsets to 32 bits up to 2 GiB of storage: the warm-up's pool is smaller, a served one is not."""
     backend = pytest.importorskip("triton.backends.amd.compiler").HIPBackend
     monkeypatch.setattr(triton_host, "HIP", True)
     pools = [torch.empty(size, dtype=torch.uint8, device="meta") for size in (64, 2**31 - 1, 2**31, 2**33)]
