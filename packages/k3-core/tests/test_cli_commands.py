@@ -157,3 +157,35 @@ def test_importing_the_command_does_not_import_vllm() -> None:
     program = "import sys, k3_core.cli; print([m for m in ('vllm', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "ops"])
+@pytest.mark.parametrize(
+    ("option", "name", "says"),
+    [
+        ("--out", "absent/r.json", "which does not exist"),
+        ("--plot", "absent/r.svg", "which does not exist"),
+        ("--out", ".", "is a folder"),
+        ("--plot", "r.words", "ending must be one of"),
+    ],
+)
+def test_bench_refuses_a_place_it_cannot_write_before_it_measures(
+    command: str, option: str, name: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for measures in ("_run", "_time"):
+        monkeypatch.setattr(bench, measures, lambda *_: pytest.fail("measured what cannot be kept"))
+    monkeypatch.setattr(bench, "_vllm", lambda: ["vllm"])
+    done = CliRunner().invoke(app, ["bench", command, option, str(tmp_path / name)])
+    assert isinstance(done.exception, ConfigError), done.exception
+    assert says in str(done.exception)
+    assert option in str(done.exception)
+
+
+def test_bench_refuses_a_plot_without_matplotlib_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(bench.sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench, "_time", lambda *_: pytest.fail("measured what cannot be kept"))
+    done = CliRunner().invoke(app, ["bench", "ops", "--plot", str(tmp_path / "r.svg")])
+    assert isinstance(done.exception, UnsupportedError)
+    assert "matplotlib" in str(done.exception)

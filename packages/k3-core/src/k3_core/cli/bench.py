@@ -48,6 +48,7 @@ def serve(
     as_json: output.AsJson = False,
 ) -> None:
     """Measure a running server with `vllm bench serve`: throughput and latencies of random prompts."""
+    _check_targets(out, plot)
     command = [
         *_vllm(), "bench", "serve", "--backend", "openai", "--base-url", url, "--dataset-name", "random",
         "--random-input-len", str(input_len), "--random-output-len", str(output_len), "--num-prompts", str(prompts),
@@ -123,6 +124,7 @@ def ops(
 
     Medians of repeated calls with warm caches, synchronised; each row names the implementation that ran.
     """
+    _check_targets(out, plot)
     published, _ = choices.registries()
     if implementation not in published:
         raise UnsupportedError(f"--implementation {implementation}: installed are {', '.join(published)}")
@@ -197,6 +199,21 @@ def _header(title: str, command: str) -> dict[str, Any]:
         "device": ", ".join(sorted(set(names))),
         "versions": {k: v for k, v in probe.versions((*probe.WHEELS, *probe.LIBRARIES)).items() if v},
     }
+
+
+def _check_targets(out: Path | None, plot: Path | None) -> None:
+    """Refuse before measuring what would lose the measurement: nowhere to write it, no way to plot it."""
+    for option, path in (("--out", out), ("--plot", plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            what = "is a folder" if path.is_dir() else f"needs the folder {path.parent}, which does not exist"
+            raise ConfigError(f"{option} {path}: {what}; name a file in an existing folder")
+    if plot is not None:
+        _pyplot()
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        known = FigureCanvasBase.get_supported_filetypes()
+        if plot.suffix.lstrip(".").lower() not in known:
+            raise ConfigError(f"--plot {plot}: the file's ending must be one of {', '.join(sorted(known))}")
 
 
 def _deliver(report: dict[str, Any], out: Path | None, as_json: bool) -> None:
