@@ -86,6 +86,7 @@ def test_graphs_are_captured_for_decoding_where_kernels_are(tiny: Path, monkeypa
     [
         ({"additional_config": {"enable_fused_mc2": 1}}, "enable_fused_mc2"),
         ({"additional_config": {"k3_experts": "mxfp"}}, "for 950"),
+        ({"additional_config": {"k3_moe_reduction": "merged"}}, "k3_moe_reduction is not a setting"),
         ({"additional_config": {"xlite_graph_config": {"enabled": True}}}, "xlite"),
         ({"additional_config": {"multistream_overlap_gate": True}}, "multistream"),
         ({"block_size": 64}, "128"),

@@ -30,6 +30,7 @@ class AscendHook(ServingHook):
     """vLLM's configuration hook for this wheel's models."""
 
     wheel = "k3-ascend"
+    settings = ("k3_experts",)
 
     @classmethod
     def verify_and_update_model_config(cls, model_config: Any) -> None:

@@ -6,7 +6,7 @@ started. What no wheel of this project serves is in :func:`k3_core.vllm.limits.n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 
 from k3_core import checkpoint
 from k3_core.config import K3Config, load_config
-from k3_core.errors import UnsupportedError
+from k3_core.errors import ConfigError, UnsupportedError
 from k3_core.vllm import compat
 from k3_core.vllm.layers.cache import latent_width
 from k3_core.vllm.limits import not_now, verify_folder
@@ -28,9 +28,11 @@ class ServingHook:
 
     Attributes:
         wheel: distribution name, for messages.
+        settings: this project's keys of ``--additional-config`` that the vendor's model reads.
     """
 
     wheel: ClassVar[str]
+    settings: ClassVar[tuple[str, ...]] = ("k3_moe_reduction",)
 
     @classmethod
     def device_reasons(cls, vllm_config: Any, config: K3Config) -> Iterator[str]:
@@ -65,6 +67,7 @@ class ServingHook:
         config = load_config(compat.released_config(vllm_config.model_config))
         check_topology(config, vllm_config.parallel_config)
         reasons = [*not_now(vllm_config, DRAFTLESS), *cannot_work(vllm_config)]
+        reasons += setting_reasons(vllm_config, config, cls.settings)
         if not on_cpu():
             reasons += cls.device_reasons(vllm_config, config)
         if reasons:
@@ -112,6 +115,22 @@ def cannot_work(vllm_config: Any) -> Iterator[str]:
         yield f"--kv-cache-dtype {cache.cache_dtype} is not supported on a CPU; leave it at auto"
     if on_cpu() and cache.enable_prefix_caching and vllm_config.speculative_config is not None:
         yield "prefix caching beside speculation needs vLLM's GPU kernels; on a CPU pass --no-enable-prefix-caching"
+
+
+def setting_reasons(vllm_config: Any, config: K3Config, known: Sequence[str]) -> Iterator[str]:
+    """Keys of ``--additional-config`` that nothing would read, and a reduction that the layers would refuse later."""
+    from k3_core.vllm.serving import reductions
+
+    extra = vllm_config.additional_config
+    ours = [key for key in extra if str(key).startswith("k3_")] if isinstance(extra, dict) else []
+    for key in ours:
+        if key not in known:
+            yield f"--additional-config {key} is not a setting of this wheel (it has {', '.join(known)}); leave it out"
+        elif key == "k3_moe_reduction":
+            try:
+                reductions.choose(reductions.facts(config.text, vllm_config), extra[key])
+            except ConfigError as error:
+                yield f"--additional-config {key}: {error}"
 
 
 def _parallel_reasons(parallel: Any) -> Iterator[str]:

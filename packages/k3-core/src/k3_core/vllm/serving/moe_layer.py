@@ -103,17 +103,9 @@ class MoeLayer(Loadable):
         self.experts = RoutedExperts(store, ids, quantised)
         self._add_expert_map(ids)
 
-        facts = reductions.Facts(
-            ranks=size,
-            latent=text.routed_expert_hidden_size is not None,
-            shared=text.num_shared_experts > 0,
-            hidden=text.hidden_size,
-            scaling=text.routed_scaling_factor,
-            sleep_mode=bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
-        )
         extra = vllm_config.additional_config
         want = extra.get("k3_moe_reduction") if isinstance(extra, dict) else None
-        self.form = reductions.choose(facts, want)
+        self.form = reductions.choose(reductions.facts(text, vllm_config), want)
         self._add_dense_parts(config, size, prefix, choose)
 
     def _add_expert_map(self, ids: range) -> None:

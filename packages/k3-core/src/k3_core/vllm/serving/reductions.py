@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 
+from k3_core.config import TextConfig
 from k3_core.errors import ConfigError
 
 #: Up to this many tokens (a) overlaps its second all-reduce on another stream; beyond, both are bound by bytes.
@@ -48,6 +49,18 @@ class Facts:
     sequence_parallel: bool = False
     micro_batches: bool = False
     sleep_mode: bool = False
+
+
+def facts(text: TextConfig, vllm_config: Any) -> Facts:
+    """The facts of a model under the engine's settings."""
+    return Facts(
+        ranks=vllm_config.parallel_config.tensor_parallel_size,
+        latent=text.routed_expert_hidden_size is not None,
+        shared=text.num_shared_experts > 0,
+        hidden=text.hidden_size,
+        scaling=text.routed_scaling_factor,
+        sleep_mode=bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+    )
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "quantization": ({"quantization": "fp8"}, "--quantization fp8"),
     "recurrent state dtype": ({"mamba_ssm_cache_dtype": "float16"}, "--mamba-ssm-cache-dtype float16"),
+    "a setting that nothing reads": ({"additional_config": {"k3_reduction": "merged"}}, "k3_reduction is not"),
+    "an unknown reduction": ({"additional_config": {"k3_moe_reduction": "best"}}, "'best' is unknown"),
+    "a reduction of one rank": ({"additional_config": {"k3_moe_reduction": "merged"}}, "one rank has nothing to sum"),
     "speculation beside prefix caching on a CPU": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
         "--no-enable-prefix-caching",
