@@ -115,6 +115,18 @@ def test_transparency_alone_tells_two_images_apart(
     ), "the two pictures give the same tokens: the test shows nothing"
 
 
+def test_pad_ids_are_ordinary_without_images_and_refused_beside_them(
+    engine: Engine, reference: ReferenceK3, tokenizer: chat.K3Tokenizer
+) -> None:
+    """The released model embeds [PAD] as zeros beside images only; vLLM embeds the requests of a step together."""
+    ids, images = request(tokenizer, 51, picture(60, 60, 51))
+    text = [*random_prompts((7,), 52)[0], tokenizer.pad_id, 3, 4]
+    check(engine, reference, [(text, []), (ids, images)])
+    with pytest.raises(ValueError, match=f"pad_token_id = {tokenizer.pad_id} beside an image"):
+        engine.generate([[tokenizer.pad_id, *ids]], 2, [images])
+    check(engine, reference, [(ids, images)])
+
+
 def test_images_of_preempted_requests_are_encoded_again(
     long_memory_tiny: Path, start_engine: Callable[..., Engine], reference: ReferenceK3, tokenizer: chat.K3Tokenizer
 ) -> None:
@@ -129,15 +141,3 @@ def test_images_of_preempted_requests_are_encoded_again(
     requests = [request(tokenizer, 50 + i, picture(400, 384 + 14 * i, 50 + i)) for i in range(4)]
     check(engine, reference, requests, 24)
     assert engine.preemptions > 0, "nothing was preempted: the cache is too large for this test"
-
-
-def test_pad_ids_are_ordinary_without_images_and_refused_beside_them(
-    engine: Engine, reference: ReferenceK3, tokenizer: chat.K3Tokenizer
-) -> None:
-    """The released model embeds [PAD] as zeros beside images only; vLLM embeds the requests of a step together."""
-    ids, images = request(tokenizer, 51, picture(60, 60, 51))
-    text = [*random_prompts((7,), 52)[0], tokenizer.pad_id, 3, 4]
-    check(engine, reference, [(text, []), (ids, images)])
-    with pytest.raises(ValueError, match=f"pad_token_id = {tokenizer.pad_id} beside an image"):
-        engine.generate([[tokenizer.pad_id, *ids]], 2, [images])
-    check(engine, reference, [(ids, images)])
