@@ -100,13 +100,6 @@ def test_what_cannot_work_is_refused_before_weights(tiny: Path, options: dict[st
     assert "k3-ascend cannot serve this" in str(caught.value)
 
 
-def test_modelslim_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "k3", support.wide_config(), seed=3)
-    (folder / limits.MODELSLIM).write_text("{}")
-    with pytest.raises(Exception, match="quantised by ModelSlim"):
-        support.settle(folder)
-
-
 def test_releases_that_do_not_fit_are_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from k3_ascend import versions
 

@@ -2,7 +2,8 @@
 
     bf16   MXFP4 unpacked (exact), or plain weights as they are       any generation; 4 times the bytes of MXFP4
     int8   one scale an output channel, activations int8 a token      A2, A3; a lossy requantisation of MXFP4
-    w4a8   int4, one scale a group of inputs, activations int8        A2, A3; a lossy requantisation of MXFP4
+    w4a8   int4, one scale a group of inputs, activations int8        A2, A3; a lossy requantisation of MXFP4, or
+           ModelSlim's own codes, then also with one scale a channel  (:mod:`k3_ascend.modelslim`)
     mxfp   MXFP4 as released, activations MXFP8                       950
 
 Between the products stands the operator ``situ``, never a fused SwiGLU: vllm-ascend's expert layers fuse SwiGLU into
@@ -134,19 +135,19 @@ class Int8:
 
 
 class W4A8:
-    """int4 weights with a scale a group of inputs, int8 activations with a scale a token."""
+    """int4 weights with a scale a group of inputs (0: a channel), int8 activations with a scale a token."""
 
     quant_type = "W4A8"
 
     def __init__(self, count: int, width: int, latent: int, group: int = INT4_GROUP) -> None:
         for name, size in (("latent width", latent), ("expert width", width)):
-            if size % group or size % 8:
+            if size % (group or 8) or size % 8:
                 raise ConfigError(f"int4 experts need a {name} that {group} divides, not {size}; use k3_experts int8")
         self.width, self.group = width, group
         self.w13 = torch.empty(count, latent, 2 * width // 8, dtype=torch.int32)
         self.w2 = torch.empty(count, width, latent // 8, dtype=torch.int32)
-        self.w13_scale = torch.empty(count, latent // group, 2 * width, dtype=torch.int64)
-        self.w2_scale = torch.empty(count, width // group, latent, dtype=torch.int64)
+        self.w13_scale = torch.empty(count, latent // (group or latent), 2 * width, dtype=torch.int64)
+        self.w2_scale = torch.empty(count, width // (group or width), latent, dtype=torch.int64)
         self.w13_bias = torch.empty(count, 2 * width, dtype=torch.float32)
         self.w2_bias = torch.empty(count, latent, dtype=torch.float32)
 
@@ -158,12 +159,13 @@ class W4A8:
             self.put_codes(index, matrix, codes, scale)
 
     def put_codes(self, index: int, matrix: str, codes: Tensor, scale: Tensor) -> None:
-        """One matrix of int4 codes: int8 [N, K] in -8 .. 7 and fp32 scales [N, K / group]."""
+        """One matrix of int4 codes: int8 [N, K] in -8 .. 7 and fp32 scales [N, K / group], [N, 1] per channel."""
         half = self.width
         packed = pack_int4(codes.t().contiguous())
-        scale = scale.half().float()  # the precision that the vendor's own conversion keeps
+        if self.group:
+            scale = scale.half().float()  # the precision that the vendor's own conversion keeps
         bits = scale.t().contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        bias = 8 * (codes.float() * scale.repeat_interleave(self.group, dim=1)).sum(1)
+        bias = 8 * (codes.float() * scale.repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)).sum(1)
         if matrix == "w2":
             places = self.w2[index], self.w2_scale[index], self.w2_bias[index]
         elif matrix == "w1":

@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from k3_ascend import experts, versions
+from k3_ascend import experts, modelslim, versions
 from k3_ascend.generation import Generation
-from k3_core.checkpoint import expert_width
+from k3_core.checkpoint import Topology, expert_width
 from k3_core.config import K3Config
 from k3_core.errors import ConfigError, UnsupportedError
 from k3_core.vllm.serving.cache import state_dtypes, state_shapes
@@ -20,8 +20,6 @@ logger = logging.getLogger("vllm.plugins.k3")
 
 #: The block sizes of vllm-ascend's MLA backend are multiples of this.
 KERNEL_BLOCK = 128
-#: What ModelSlim writes beside the weights.
-MODELSLIM = "quant_model_description.json"
 #: Rows of one request that the MLA backend verifies at most.
 MOST_QUERIES = 16
 
@@ -40,6 +38,8 @@ class AscendHook(ServingHook):
                 "k3-ascend's model is made of vllm-ascend's layers and runs on NPUs; on a CPU serve with "
                 "K3_IMPL=reference (k3-core)"
             )
+        if model_config.quantization == "ascend" and modelslim.description(model_config.model, model_config.revision):
+            model_config.quantization = None  # what vllm-ascend calls ModelSlim; it finds the description by itself
         super().verify_and_update_model_config(model_config)
 
     @classmethod
@@ -52,17 +52,28 @@ class AscendHook(ServingHook):
             yield mismatch
         yield from _setting_reasons(vllm_config)
         yield from _page_reasons(vllm_config, config)
-        if (Path(vllm_config.model_config.model) / MODELSLIM).exists():
-            yield (
-                f"the checkpoint was quantised by ModelSlim ({MODELSLIM}), which is not supported yet; serve the "
-                "released MXFP4 checkpoint, whose experts are requantised to int4 or int8 while it loads"
+        found = modelslim.of_model(vllm_config.model_config, config)
+        if found is not None:
+            yield from modelslim.reasons(
+                found, config, _topology(vllm_config), _wanted_form(vllm_config), dispatch.generation()
             )
+            logger.info("Kimi K3: int4 experts as ModelSlim stored them (%s)", found)
+            return
         try:
             form = _expert_form(vllm_config, config, dispatch.generation())
         except ConfigError as error:
             yield str(error)
         else:
             logger.info("Kimi K3: routed experts as %s on %s", form, dispatch.generation().value)
+
+    @classmethod
+    def verify_folder(cls, folder: Path, config: K3Config) -> None:
+        """Headers, also those of a ModelSlim checkpoint. Raises CheckpointError for the first fault."""
+        found = modelslim.of_checkpoint(str(folder), None, config)
+        if found is None:
+            super().verify_folder(folder, config)
+        else:
+            modelslim.verify(folder, config, found)
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
@@ -108,12 +119,21 @@ def _page_reasons(vllm_config: Any, config: K3Config) -> Iterator[str]:
 
 def _expert_form(vllm_config: Any, config: K3Config, generation: Generation) -> str:
     """The form of the routed experts' weights. Raises ConfigError for one that cannot be used."""
-    size = vllm_config.parallel_config.tensor_parallel_size
-    ep = size if vllm_config.parallel_config.enable_expert_parallel and size > 1 else 1
-    width, _ = expert_width(config, size, ep)
-    extra = vllm_config.additional_config
-    want = extra.get("k3_experts") if isinstance(extra, dict) else None
+    topology = _topology(vllm_config)
+    width, _ = expert_width(config, topology.tp_size, topology.ep_size)
+    want = _wanted_form(vllm_config)
     return experts.choose(want, config.quantization is not None, generation, (config.text.expert_hidden_size, width))
+
+
+def _topology(vllm_config: Any) -> Topology:
+    size = vllm_config.parallel_config.tensor_parallel_size
+    expert_parallel = vllm_config.parallel_config.enable_expert_parallel and size > 1
+    return Topology(tp_size=size, ep_size=size if expert_parallel else 1, vision_data_parallel=True)
+
+
+def _wanted_form(vllm_config: Any) -> str | None:
+    extra = vllm_config.additional_config
+    return extra.get("k3_experts") if isinstance(extra, dict) else None
 
 
 def _sequence_parallel(vllm_config: Any) -> bool:

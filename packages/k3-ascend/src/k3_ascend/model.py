@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
 
-from k3_ascend import dispatch, speculation, state_copy, warmup
+from k3_ascend import dispatch, modelslim, modelslim_loading, speculation, state_copy, warmup
 from k3_ascend.kda import KimiDeltaAttention
 from k3_ascend.mla import LatentAttention
-from k3_ascend.moe import MoE
+from k3_ascend.moe import Int4SharedExperts, MoE
+from k3_core.checkpoint import Topology
 from k3_core.config import K3Config
 from k3_core.contracts.attn_res import Schedule
 from k3_core.vllm.processor import K3DummyInputsBuilder, K3MultiModalProcessor, K3ProcessingInfo
+from k3_core.vllm.serving import loading
 from k3_core.vllm.serving.attn_res import Mix
 from k3_core.vllm.serving.modules import GatedMLP, Loadable, below, norm
 from k3_core.vllm.serving.outer import MultimodalServing, TextServing
@@ -179,6 +181,30 @@ class KimiLinearForCausalLM(TextServing):
         loaded = super().load_weights(weights)
         finish_experts(self)
         return loaded
+
+    def destinations(self, prefix: str) -> loading.Destinations:
+        """Where the text tensors go; int4 shared experts (ModelSlim) are taken as an expert's."""
+        plain = super().destinations(prefix)
+        result = modelslim_loading.Int4Destinations()
+        result.tensors, result.experts = plain.tensors, plain.experts
+        for index, layer in self.model.own_layers():
+            if layer.is_moe and isinstance(layer.feed_forward.shared_experts, Int4SharedExperts):
+                name = f"{prefix}model.layers.{index}.block_sparse_moe.shared_experts"
+                result.shared[name] = layer.feed_forward.shared_experts.experts
+        return result
+
+    def fill(
+        self,
+        model: nn.Module,
+        destinations: loading.Destinations,
+        weights: Iterable[tuple[str, Tensor]],
+        topology: Topology,
+        cut: dict[str, int],
+    ) -> set[str]:
+        """Read the checkpoint into ``destinations``: the released form, or ModelSlim's."""
+        found = modelslim.of_model(self.model_config, self.config)
+        source = None if found is None else modelslim_loading.source(self.config, found, topology)
+        return loading.load(model, destinations, self.config, weights, self.model_config, topology, cut, source)
 
 
 def finish_experts(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from k3_ascend import dispatch, experts
+from k3_ascend import dispatch, experts, modelslim
 from k3_core.checkpoint import expert_range, expert_width
 from k3_core.config import K3Config
 from k3_core.contracts.moe import router_logits
@@ -84,6 +84,31 @@ class Router(Loadable):
         yield "e_score_correction_bias", self.e_score_correction_bias.data
 
 
+class Int4SharedExperts(Loadable):
+    """Shared experts of a ModelSlim checkpoint: one expert of the same grouped products, cut along its width.
+
+    vllm-ascend's own int4 linear layer leaves activations in bfloat16 and knows no scale a channel; here they are int8
+    with a scale a token, as the scheme's name says.
+    """
+
+    def __init__(self, config: K3Config, layout: modelslim.Layout) -> None:
+        super().__init__()
+        text = config.text
+        width = text.shared_intermediate_size // tp()[0]
+        self.experts = RoutedExperts(modelslim.Store(1, width, text.hidden_size, layout), range(1), quantised=True)
+        self.act = Activation(text, width, dispatch.choose)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H] -> this rank's share [T, H]."""
+        rows = experts.Rows(x, None, x.new_full((1,), x.shape[0], dtype=torch.int64), 1)
+        result: Tensor = self.experts.store.mlp(rows, self.act)  # type: ignore[attr-defined]
+        return result
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """None: the matrices are taken as an expert's."""
+        yield from ()
+
+
 class MoE(Loadable):
     """A mixture-of-experts layer of one rank."""
 
@@ -96,6 +121,7 @@ class MoE(Loadable):
         ep = size if self.expert_parallel else 1
         self.local_ids = expert_range(config, ep, rank if ep > 1 else 0)
         width, _ = expert_width(config, size, ep)
+        self.layout = modelslim.of_model(vllm_config.model_config, config)
         self.gate = Router(config)
         self.experts = RoutedExperts(
             self._store(config, vllm_config, width), self.local_ids, config.quantization is not None
@@ -111,6 +137,9 @@ class MoE(Loadable):
         extra = vllm_config.additional_config
         want = extra.get("k3_experts") if isinstance(extra, dict) else None
         widths = (text.expert_hidden_size, width)
+        if self.layout is not None:
+            self.form = "w4a8"
+            return modelslim.Store(len(self.local_ids), width, text.expert_hidden_size, self.layout)
         self.form = experts.choose(want, quantised, dispatch.generation(), widths)
         return experts.FORMS[self.form](len(self.local_ids), width, text.expert_hidden_size)
 
@@ -132,8 +161,10 @@ class MoE(Loadable):
             self.routed_expert_up_proj = local_linear(latent, text.hidden_size, f"{name}_up_proj")
             if text.latent_moe_use_norm:
                 self.routed_expert_norm = norm(latent, text.rms_norm_eps)
-        self.shared_experts = None
-        if text.num_shared_experts:
+        self.shared_experts: Loadable | None = None
+        if text.num_shared_experts and self.layout is not None and self.layout.shared:
+            self.shared_experts = Int4SharedExperts(config, self.layout)
+        elif text.num_shared_experts:
             width = text.shared_intermediate_size
             self.shared_experts = GatedMLP(text, width, f"{prefix}.shared_experts", dispatch.choose, reduce=False)
 
@@ -180,9 +211,13 @@ class MoE(Loadable):
 
     def finish_loading(self) -> None:
         """Bring the experts to the layout of their products, once all are there."""
-        self.experts.store.finish()  # type: ignore[attr-defined]
-        for name, tensor in self.experts.store.tensors().items():
-            self.experts.register_buffer(name, tensor, persistent=False)
+        blocks = [self.experts]
+        if isinstance(self.shared_experts, Int4SharedExperts):
+            blocks.append(self.shared_experts.experts)
+        for block in blocks:
+            block.store.finish()  # type: ignore[attr-defined]
+            for name, tensor in block.store.tensors().items():
+                block.register_buffer(name, tensor, persistent=False)
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Where the checkpoint's tensors go, the routed experts apart."""

@@ -27,12 +27,13 @@ class CheckpointReader:
     Args:
         path: checkpoint folder.
         config: what it must hold; None reads the folder's own config.json.
+        manifest: what a verification of this folder found, where it was done with other arguments.
 
     Raises CheckpointError or ConfigError as `verify_headers` does, before any weight is read.
     """
 
-    def __init__(self, path: str | Path, config: K3Config | None = None) -> None:
-        self.manifest: Manifest = verify_headers(path, config)
+    def __init__(self, path: str | Path, config: K3Config | None = None, *, manifest: Manifest | None = None) -> None:
+        self.manifest: Manifest = verify_headers(path, config) if manifest is None else manifest
         self.config: K3Config = self.manifest.config
 
     def tensors(

@@ -21,6 +21,8 @@ DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float64: "F64",
     torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int64: "I64",
 }
 IN_CHANNELS = 3
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from k3_core.checkpoint.a_log import a_log_shape_fits, normalize_a_log
@@ -78,12 +79,20 @@ class _Problems:
         raise CheckpointError(f"{self._folder}: " + " ".join(parts))
 
 
-def verify_headers(path: str | Path, config: K3Config | None = None) -> Manifest:
+def verify_headers(
+    path: str | Path,
+    config: K3Config | None = None,
+    *,
+    table: dict[str, TensorSpec] | None = None,
+    weight_map: dict[str, str] | None = None,
+) -> Manifest:
     """Compare the headers of all shards with the tensor table; reads no tensor data.
 
     Args:
         path: checkpoint folder, with an index or one `model.safetensors`.
         config: what the checkpoint must hold; None reads the folder's own config.json.
+        table: its tensors, where they are not the released ones of ``config`` (another quantisation).
+        weight_map: stored name -> file, where the index has another name than the released one.
 
     Returns:
         Where every tensor is.
@@ -96,11 +105,11 @@ def verify_headers(path: str | Path, config: K3Config | None = None) -> Manifest
     """
     folder = Path(path)
     parsed = load_config(folder) if config is None else config
-    weight_map = read_index(folder)
+    weight_map = read_index(folder) if weight_map is None else weight_map
     problems = _Problems(folder)
     stored = _read_shards(folder, weight_map, problems)
     problems.raise_if_any()  # without the shards nothing else can be said
-    table = tensor_table(parsed)
+    table = tensor_table(parsed) if table is None else table
     found = _by_released_name(stored, weight_map, table, parsed, problems)
     _compare(found, table, parsed, problems)
     problems.raise_if_any()
@@ -235,7 +244,7 @@ def check_values(name: str, tensor: Tensor, stored: StoredTensor, config: K3Conf
     """
     where = f"{stored.shard}: {stored.stored_name}"
     if name.endswith(".weight_scale"):
-        if tensor.numel() and int(tensor.max()) == NAN_SCALE:
+        if tensor.dtype == torch.uint8 and tensor.numel() and int(tensor.max()) == NAN_SCALE:
             bad = int((tensor == NAN_SCALE).sum())
             raise CheckpointError(
                 f"{where}: {bad} of {tensor.numel()} scale bytes are 255, which is NaN; expected 0..254. The file is "

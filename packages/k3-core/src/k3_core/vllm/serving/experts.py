@@ -20,7 +20,10 @@ PLAIN = tuple((matrix, "weight") for matrix in ("w1", "w2", "w3"))
 
 
 class Store(Protocol):
-    """Storage of ``count`` experts."""
+    """Storage of ``count`` experts.
+
+    A store that takes an expert in another form than the released ones says so in ``expected``, like ``PACKED``.
+    """
 
     def put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
         """Take one expert: (matrix, kind) -> this rank's part of the tensor."""
@@ -79,6 +82,7 @@ class RoutedExperts(nn.Module):
     def __init__(self, store: Store, ids: range, quantised: bool) -> None:
         super().__init__()
         self.ids, self.quantised, self.store = ids, quantised, store
+        self.expected: int = len(getattr(store, "expected", PACKED if quantised else PLAIN))
         for name, tensor in self.store.tensors().items():
             self.register_buffer(name, tensor, persistent=False)
         self._pending: dict[int, dict[tuple[str, str], Tensor]] = {}
@@ -89,7 +93,7 @@ class RoutedExperts(nn.Module):
         parts = self._pending.setdefault(expert, {})
         # A copy, as the checkpoint's mapping may go away before the expert is complete. Files keep experts together.
         parts[matrix, kind] = part.clone()
-        if len(parts) == len(PACKED if self.quantised else PLAIN):
+        if len(parts) == self.expected:
             self.store.put(expert - self.ids.start, self._pending.pop(expert))
             self._missing.discard(expert)
 

@@ -77,7 +77,20 @@ class ServingHook:
             multimodal = vllm_config.model_config.multimodal_config
             if multimodal is not None:
                 multimodal.skip_mm_profiling = True  # the largest image takes minutes on a CPU and measures nothing
-        _verify_headers(vllm_config, config)
+        cls.verify_checkpoint(vllm_config, config)
+
+    @classmethod
+    def verify_checkpoint(cls, vllm_config: Any, config: K3Config) -> None:
+        """Compare a local checkpoint's headers with the configuration. Raises CheckpointError for the first fault."""
+        folder = Path(vllm_config.model_config.model)
+        dummy = str(getattr(vllm_config.load_config, "load_format", "auto")) == "dummy"
+        if folder.is_dir() and not dummy:
+            cls.verify_folder(folder, config)
+
+    @classmethod
+    def verify_folder(cls, folder: Path, config: K3Config) -> None:
+        """The comparison itself; the vendor's own where it reads other forms than the released one."""
+        verify_folder(folder, config)
 
 
 def check_topology(config: K3Config, parallel: Any) -> None:
@@ -141,14 +154,6 @@ def _parallel_reasons(parallel: Any) -> Iterator[str]:
             yield f"context parallelism is not supported; set --{name.replace('_', '-')} 1"
     if getattr(parallel, "enable_eplb", False):
         yield "expert load balancing is not supported; leave out --enable-eplb"
-
-
-def _verify_headers(vllm_config: Any, config: K3Config) -> None:
-    """Compare the headers of a local checkpoint with the configuration. Raises CheckpointError for the first fault."""
-    folder = Path(vllm_config.model_config.model)
-    dummy = str(getattr(vllm_config.load_config, "load_format", "auto")) == "dummy"
-    if folder.is_dir() and not dummy:
-        verify_folder(folder, config)
 
 
 def on_cpu() -> bool:

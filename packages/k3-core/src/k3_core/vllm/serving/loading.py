@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ from k3_core.errors import CheckpointError
 from k3_core.vllm import compat
 from k3_core.vllm.serving.experts import RoutedExperts
 
-_EXPERT = re.compile(r"(.*\.block_sparse_moe)\.experts\.(\d+)\.(w[123])\.(weight|weight_packed|weight_scale)$")
+_EXPERT = re.compile(r"(.*\.block_sparse_moe)\.experts\.(\d+)\.(w[123])\.(\w+)$")
+
+
+#: Opens a checkpoint in another form than the released one: folder -> (verified reader, parts of this rank).
+Source = Callable[[Path], tuple[CheckpointReader, dict[str, Shard]]]
 
 
 class Destinations:
@@ -75,6 +80,7 @@ def load(
     model_config: Any,
     topology: Topology,
     padded_columns: dict[str, int] | None = None,
+    source: Source | None = None,
 ) -> set[str]:
     """Fill ``destinations`` from the checkpoint of ``model_config``.
 
@@ -86,6 +92,7 @@ def load(
         model_config: vLLM's, for the place of the checkpoint.
         topology: this rank's place.
         padded_columns: not cut by ``shard_plan`` but here: name -> rows of this rank (the up-projection of form (c)).
+        source: folder -> (reader, parts of this rank), for a checkpoint whose tensors are not the released ones.
 
     Returns:
         The names of all parameters.
@@ -95,8 +102,11 @@ def load(
     """
     next(iter(weights), None)
     started = time.monotonic()
-    reader = CheckpointReader(compat.checkpoint_folder(model_config), config)
-    plan = shard_plan(config, topology)
+    folder = compat.checkpoint_folder(model_config)
+    if source is None:
+        reader, plan = CheckpointReader(folder, config), shard_plan(config, topology)
+    else:
+        reader, plan = source(folder)
     for name, rows in (padded_columns or {}).items():
         plan[name] = Shard(0, ((topology.tp_rank * rows, (topology.tp_rank + 1) * rows),))
     taken = 0

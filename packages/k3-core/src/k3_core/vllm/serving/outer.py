@@ -123,6 +123,17 @@ class TextServing(nn.Module, SupportsPP, SupportsEagle3, HasInnerState, IsHybrid
         """Fill all parameters from the checkpoint; see :mod:`k3_core.vllm.serving.loading`."""
         return load(self, self, weights, {})
 
+    def fill(
+        self,
+        model: nn.Module,
+        destinations: loading.Destinations,
+        weights: Iterable[tuple[str, Tensor]],
+        topology: Topology,
+        cut: dict[str, int],
+    ) -> set[str]:
+        """Read the checkpoint into ``destinations``; the vendor's own where it reads other forms than the released."""
+        return loading.load(model, destinations, self.config, weights, self.model_config, topology, cut)
+
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> StateShapes:
         """Shapes of one request's states, before the model exists."""
@@ -166,7 +177,7 @@ def load(
         if layer.is_moe and layer.feed_forward.form == "sharded":
             name = f"{prefix}model.layers.{index}.block_sparse_moe.routed_expert_up_proj.weight"
             cut[name] = layer.feed_forward.up_rows
-    loaded = loading.load(model, destinations, config, weights, text_model.model_config, topology, cut)
+    loaded = text_model.fill(model, destinations, weights, topology, cut)
     for _, attention in loading.modules_of(text_model, LatentAttention):
         if hasattr(attention.attn, "keep_weight"):
             attention.attn.keep_weight()
