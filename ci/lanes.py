@@ -134,7 +134,7 @@ def kernels(runs: Runs, package: str) -> None:
     tests = sorted((ROOT / "packages" / package / "tests").glob("test_*kernel*.py"))
     if tests:
         runs.pytest(python, f"{package} kernels", "-n2", "-m", "not gpu and not serve", *map(str, tests))
-    for gate in sorted((ROOT / "packages" / package / "tests").glob("*_kernels_gate.py")):
+    for gate in sorted((ROOT / "packages" / package / "tests").glob(f"{package.removeprefix('k3-')}_kernels_gate.py")):
         for name in ("kernels", "kernels-3.9"):
             label = f"{package} compiled within its table, {name}"
             runs.command(label, str(envs.ensure(name)), "-W", "ignore", str(gate))
