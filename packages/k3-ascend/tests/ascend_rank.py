@@ -1,6 +1,8 @@
 """One rank of a tensor parallel group, in a process of its own: prompts and a decoding step, outputs to a file.
 
 python ascend_rank.py CHECKPOINT RANK SIZE PORT EXPERT_PARALLEL OUTPUT
+
+Plain and MXFP4 checkpoints in fp32 with experts unpacked; ModelSlim's in bfloat16, which its products give.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ def outputs(checkpoint: Path, rank: int, size: int, port: int, expert_parallel: 
     import ascend_reference_ops
     import ascend_support as support
 
+    int4 = (checkpoint / "quant_model_description.json").exists()
     support.fake_device()
     support.plugins()
     ascend_reference_ops.install()
     config = support.settle(
         checkpoint,
-        additional_config={"k3_experts": "bf16"},
+        additional_config={} if int4 else {"k3_experts": "bf16"},
         tensor_parallel_size=size,
         enable_expert_parallel=expert_parallel,
         distributed_executor_backend="mp" if size > 1 else None,
     )
-    config.model_config.dtype = torch.float32
+    config.model_config.dtype = torch.bfloat16 if int4 else torch.float32
     if expert_parallel:
         # These ask the device for its communicators; two ranks of A2 use all-gather.
         from vllm_ascend.ops.fused_moe import moe_comm_method as paths
