@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -48,6 +49,22 @@ def test_compiled_modules_are_written() -> None:
         [sys.executable, "-c", program], env={"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True
     )
     assert "PYTHONDONTWRITEBYTECODE" not in done.stdout
+
+
+@pytest.mark.parametrize("words", [["test-amd", "--help"], ["tests", "-h"], ["--help"], []])
+def test_asking_for_help_runs_no_session(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("ci_main", ROOT / "ci" / "__main__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    main = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(main)
+    called: list[list[str]] = []
+    monkeypatch.setattr(main.envs, "ensure_ci", lambda: "python")
+    monkeypatch.setattr(main.subprocess, "call", lambda command, cwd: called.append(command) or 0)
+    assert main.main(words) == 0
+    assert called[0][-1] == "-l"
+    main.main(["test-amd", "--require-gpu"])
+    assert called[1][-4:] == ["-s", "test-amd", "--", "--require-gpu"]
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.parent.name)
