@@ -370,3 +370,19 @@ def test_the_projector_norms_with_the_eps_of_the_configuration() -> None:
     expected = vision.projector(merged, weights)
     assert torch.equal(projector(merged), expected)
     assert not torch.allclose(vision.projector(merged, replace(weights, eps=1e-5)), expected, atol=0.01)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_experts_without_a_checkpoint_are_zeros(quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--load-format dummy` fills parameters only; what the allocator hands out may mean NaN."""
+    from k3_core.vllm.serving.experts import ReleasedStore
+
+    honest = torch.empty
+
+    def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+        return honest(*shape, dtype=dtype).fill_(255 if dtype == torch.uint8 else float("nan"))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    tensors = ReleasedStore(2, 64, 64, quantised).tensors()
+    assert set(tensors) == {"w13", "w2"} | ({"w13_scale", "w2_scale"} if quantised else set())
+    assert not any(tensor.any() for tensor in tensors.values())

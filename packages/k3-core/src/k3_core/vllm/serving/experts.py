@@ -41,12 +41,13 @@ class ReleasedStore:
     def __init__(self, count: int, width: int, latent: int, quantised: bool) -> None:
         dtype = torch.uint8 if quantised else torch.get_default_dtype()
         codes = 2 if quantised else 1
+        # Zeros: with --load-format dummy nothing is put here, and other bytes may mean NaN.
         self.width = width
         self._weights = ExpertWeights(
-            w13=torch.empty(count, 2 * width, latent // codes, dtype=dtype),
-            w13_scale=torch.empty(count, 2 * width, latent // GROUP_SIZE, dtype=dtype) if quantised else None,
-            w2=torch.empty(count, latent, width // codes, dtype=dtype),
-            w2_scale=torch.empty(count, latent, width // GROUP_SIZE, dtype=dtype) if quantised else None,
+            w13=torch.zeros(count, 2 * width, latent // codes, dtype=dtype),
+            w13_scale=torch.zeros(count, 2 * width, latent // GROUP_SIZE, dtype=dtype) if quantised else None,
+            w2=torch.zeros(count, latent, width // codes, dtype=dtype),
+            w2_scale=torch.zeros(count, latent, width // GROUP_SIZE, dtype=dtype) if quantised else None,
         )
 
     def put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
