@@ -361,15 +361,9 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=896)
     options = parser.parse_args()
     gpu_smoke.LOG = "model_check.jsonl"
+    gpu_smoke.prepare()
     if torch.cuda.is_available():
-        import vllm
-
-        say(device=torch.cuda.get_device_name(), torch=torch.__version__, vllm=vllm.__version__)
-        gpu_smoke.watch_compiler()
         watch_loading()
-    else:
-        os.environ.setdefault("K3_IMPL", "nvidia")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     failed = []
     for part in options.parts.split(","):
         began = time.monotonic()
