@@ -12,7 +12,7 @@ import torch
 
 from k3_core.errors import ConfigError, UnsupportedError
 from k3_core.operators import CallSpec
-from k3_core.vllm.serving import reductions
+from k3_core.vllm.serving import reductions, vision
 from k3_core.vllm.serving.dispatch import CONTRACT
 from k3_core.vllm.serving.vision import assign
 from k3_nvidia import dispatch
@@ -72,6 +72,17 @@ def test_images_are_spread_over_ranks_each_exactly_once(patches: list[int], rank
     if patches:
         loads = [sum(patches[i] for i in items) for items in owners]
         assert max(loads) <= sum(patches) / ranks + max(patches)
+
+
+def test_plain_vision_attention_off_a_cpu_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[object, ...]] = []
+    monkeypatch.setattr(vision.logger, "warning", lambda *args: said.append(args))
+    vision._say_plain.cache_clear()
+    for device in ("cpu", "meta", "meta"):
+        x = torch.zeros(5, 2, 4, device=device)
+        assert vision.attend_by_item(x, x, x, [2, 3]).shape == x.shape
+    assert [args[1:] for args in said] == [("meta",)]
+    vision._say_plain.cache_clear()
 
 
 def test_contracts_never_run_on_a_gpu() -> None:

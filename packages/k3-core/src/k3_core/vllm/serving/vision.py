@@ -10,6 +10,8 @@ image take part), and the token embeddings are exchanged.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -22,6 +24,8 @@ from k3_core.config import VisionConfig
 from k3_core.contracts import vision
 from k3_core.contracts.norm import rms_norm
 from k3_core.vllm.serving.modules import Loadable, parameter, tp
+
+logger = logging.getLogger("vllm.plugins.k3")
 
 #: (q, k, v [P, heads, D] of all items, patches of each item) -> [P, heads, D]: full attention inside each item.
 Attend = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
@@ -62,8 +66,16 @@ def attend_by_item(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> T
     return torch.cat([_attend_one(*item) for item in items])
 
 
+@functools.cache
+def _say_plain(kind: str) -> None:
+    """Once a device type: its images are slow, and why."""
+    logger.warning("Kimi K3: vision attention on %s is plain PyTorch; no fused attention was checked there", kind)
+
+
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not q.is_cuda:
+        if q.device.type != "cpu":
+            _say_plain(q.device.type)
         return vision.attend(q, k, v)
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
