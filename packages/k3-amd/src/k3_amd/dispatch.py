@@ -14,12 +14,13 @@ import torch
 
 from k3_amd import platform
 from k3_core.operators import CallSpec, Implementation, Registry
+from k3_core.vllm.serving import library
 from k3_core.vllm.serving.dispatch import Dispatch
 
 logger = logging.getLogger("vllm.plugins.k3")
 
 KERNEL = "triton"
-LIBRARY = "vllm"
+LIBRARY = library.LIBRARY
 
 
 def registry() -> Registry:
@@ -66,7 +67,7 @@ def _implementations() -> Iterable[Implementation]:
         own = {}
     for implementation in own.values():
         yield dataclasses.replace(implementation, supports=_on_gpu(implementation.supports))
-    yield Implementation("experts", LIBRARY, _library_experts, _library_experts_supports, priority=5)
+    yield library.EXPERTS
 
 
 def _on_gpu(supports: Callable[[CallSpec], tuple[bool, str]]) -> Callable[[CallSpec], tuple[bool, str]]:
@@ -78,40 +79,6 @@ def _on_gpu(supports: Callable[[CallSpec], tuple[bool, str]]) -> Callable[[CallS
         return supports(spec)
 
     return asked
-
-
-def _library_experts_supports(spec: CallSpec) -> tuple[bool, str]:
-    if spec.device != "cuda":
-        return False, f"experts: vLLM's fused experts run on a GPU's tensors, not on {spec.device}"
-    if spec.options.get("quantised"):
-        return False, "experts: vLLM's fused experts are used for plain weights only"
-    if spec.options.get("hidden_act") != "silu":
-        return False, f"experts: vLLM's fused experts compute silu, not {spec.options.get('hidden_act')}"
-    return True, "experts: vLLM's fused Triton experts for plain weights"
-
-
-def _library_experts(
-    x: torch.Tensor,
-    weights: Any,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    *,
-    hidden_act: str,
-    situ_beta: float | None,
-    situ_linear_beta: float | None,
-    expert_map: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Operator ``experts`` by vLLM's fused experts (plain weights, silu): Kimi-Linear."""
-    from vllm.model_executor.layers.fused_moe import fused_experts
-
-    if hidden_act != "silu":
-        raise ValueError(f"vLLM's fused experts compute silu, not {hidden_act}")
-    total = weights.w13.shape[0] if expert_map is None else expert_map.numel()
-    result: torch.Tensor = fused_experts(
-        x, weights.w13, weights.w2, topk_weights, topk_ids, global_num_experts=total, expert_map=expert_map
-    )
-    return result if out is None else out.copy_(result)
 
 
 _dispatch = Dispatch(_implementations, lambda: device())

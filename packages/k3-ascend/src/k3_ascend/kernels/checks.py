@@ -13,6 +13,7 @@ from torch import Tensor
 from k3_ascend.kernels.launch import has_executor
 from k3_core.errors import UnsupportedError
 from k3_core.operators import CallSpec
+from k3_core.operators.kda_args import check_rows
 
 #: Head dimensions with a tested variant. 128 is K3 and Kimi-Linear, the others are tiny test checkpoints.
 HEAD_DIMS = (16, 32, 64, 128)
@@ -54,23 +55,6 @@ def supports_heads(spec: CallSpec, dtypes: Sequence[torch.dtype]) -> tuple[bool,
     if bound is not None and bound > 0:
         return False, f"{spec.operator}: lower_bound must be negative or None, not {bound}"
     return True, f"{reason}, any head count, head dimension {dims.pop()}"
-
-
-def check_rows(op: str, name: str, x: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> None:
-    """Raises unless x is [T, ...] of that shape whose axes after the first are contiguous."""
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{op}: {name} must be {shape}, got {tuple(x.shape)}")
-    if x.dtype not in dtypes:
-        raise UnsupportedError(f"{op}: {name} must be one of {[str(d) for d in dtypes]}, got {x.dtype}")
-    want = 1
-    for axis in range(x.dim() - 1, 0, -1):
-        if x.shape[axis] != 1 and x.stride(axis) != want:
-            raise UnsupportedError(
-                f"{op}: {name} with strides {x.stride()}: only the first axis may be strided; call .contiguous() first"
-            )
-        want *= x.shape[axis]
-    if x.shape[0] > 1 and x.stride(0) < want:
-        raise UnsupportedError(f"{op}: {name} has overlapping rows (strides {x.stride()})")
 
 
 def check_head_dim(op: str, dim: int) -> None:

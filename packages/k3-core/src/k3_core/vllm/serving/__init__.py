@@ -4,6 +4,7 @@ A vendor writes the order of its layers (``model.py``), its layers' use of kerne
 
 modules       matrices of one rank, norms, the gated MLP, and what loading needs to know
 dispatch      which implementation of an operator runs here, and why
+library       vLLM's own fused experts as an implementation
 cache         sizes of states and of cache pages
 kda_metadata  what KDA layers need to know about an engine step
 kda_layer     weights, projections and cache interface of a KDA layer

@@ -6,6 +6,7 @@ copy of a layer's experts exists at any time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +72,33 @@ class ReleasedStore:
     def tensors(self) -> dict[str, Tensor]:
         """Weights and, where there are any, scales."""
         return {name: tensor for name, tensor in self._weights._asdict().items() if tensor is not None}
+
+
+class RearrangedStore:
+    """MXFP4 codes in the layout of a wheel's kernels, packed as they come; padding is part of the layout.
+
+    experts: the wheel's storage, with codes w13, w2 and scales s13, s2. pack(experts, index, gate, up, down) writes one
+    expert there, each matrix as (packed, scale) on the device of the storage.
+    """
+
+    def __init__(self, experts: Any, pack: Callable[..., None]) -> None:
+        self._experts, self._pack = experts, pack
+
+    def put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
+        """Re-arrange one expert into its place."""
+        device = self._experts.w13.device
+        moved = {key: part.to(device, non_blocking=True) for key, part in parts.items()}
+        matrices = [(moved[name, "weight_packed"], moved[name, "weight_scale"]) for name in ("w1", "w3", "w2")]
+        self._pack(self._experts, index, *matrices)
+
+    def weights(self) -> Any:
+        """The experts as the kernels take them."""
+        return self._experts
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Codes and scales."""
+        e = self._experts
+        return {"w13": e.w13, "s13": e.s13, "w2": e.w2, "s2": e.s2}
 
 
 class RoutedExperts(nn.Module):
