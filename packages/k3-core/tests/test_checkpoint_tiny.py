@@ -11,8 +11,10 @@ import tiktoken.load
 import torch
 from safetensors import safe_open
 
-from k3_core.checkpoint import CheckpointReader, tensor_table, tiny_config, verify_headers, write_tiny
+from k3_core.checkpoint import CheckpointReader, tensor_table, tiny_config, unpack_mxfp4, verify_headers, write_tiny
+from k3_core.checkpoint.table import TensorSpec
 from k3_core.checkpoint.tiny_vocab import K3_SPECIALS, LINEAR_SPECIALS, mergeable_ranks
+from k3_core.checkpoint.tiny_weights import _codes
 from k3_core.config import load_config
 from k3_core.errors import ConfigError
 from k3_core.reference import load_model
@@ -182,3 +184,16 @@ def test_long_memory_keeps_the_state(tmp_path, preset):
     long = forgetting(load_model(write_tiny(tmp_path / "b", preset, seed=1, long_memory=True)))
     assert long > 0.15
     assert long > 2.5 * ordinary
+
+
+@pytest.mark.parametrize("std", [2.0**-9, 0.0051, 0.11])
+def test_codes_drawn_on_an_accelerator_have_the_wanted_size(std):
+    """Where values are drawn on a device their codes are drawn as such: right size, a few scales of zero."""
+    generator = torch.Generator().manual_seed(5)
+    packed, scale = _codes(TensorSpec((256, 512), torch.uint8), std, generator)
+    assert packed.shape == (256, 256)
+    assert scale.shape == (256, 16)
+    assert 0.002 < (scale == 0).float().mean() < 0.03
+    assert scale.unique().numel() == 3
+    # Two powers of two at or above std rounded down to one: rms between 0.75 and 1.6 of it.
+    assert 0.75 < unpack_mxfp4(packed, scale, torch.float32).std() / std < 1.65

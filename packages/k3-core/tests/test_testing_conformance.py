@@ -241,3 +241,13 @@ def test_layers_without_metadata_that_do_not_are_caught(fault, word):
     assert any(word in p for p in check_no_metadata(_Layer(fault)))
     with pytest.raises(AssertionError, match=word):
         assert_zeros_without_metadata(_Layer(fault))
+
+
+def test_cases_ask_with_the_names_that_a_model_asks_with():
+    """What an implementation decides by stands in the query: else a case is refused or raised for want of a word."""
+    route = [c.spec(torch.device("cpu")).options for c in conformance.cases("route")]
+    assert {(o["num_expert_group"], o["topk_group"]) for o in route} == {(o["groups"], o["kept"]) for o in route}
+    assert any(o["topk_group"] < o["num_expert_group"] for o in route)
+    experts = [c.spec(torch.device("cpu")).options for c in conformance.cases("experts")]
+    assert {o["quantised"] for o in experts} == {True, False}
+    assert {o["hidden_act"] for o in experts} == {"situ", "silu"}

@@ -201,6 +201,13 @@ def test_capability_query_says_why(change, says):
     assert says in reason
 
 
+@pytest.mark.parametrize(("device", "dim", "ok"), [("cuda", 16, False), ("cuda", 32, True), ("cpu", 16, True)])
+def test_prefill_of_few_channels_is_refused_where_it_would_be_compiled(device, dim, ok):
+    sizes = {"T": 9, "B": 1, "N": 2, "K": dim, "V": dim, "S": 2}
+    spec = CallSpec("kda_prefill", device, torch.bfloat16, "sm_90", sizes, {"lower_bound": -5.0})
+    assert kda_prefill.supports_prefill(spec)[0] is ok
+
+
 def test_launcher_refuses_before_launch():
     args, state, slots, cu, first = prefill_inputs(2, [40])
     cu = cu.to(DEVICE)
