@@ -151,7 +151,7 @@ def generate(llm: Any, ids: list[list[int]], images: list[Any] | None = None) ->
 
 def compare(outputs: list[Any], ids: list[list[int]], exact: Any, rounded: Any, images: list[Any] | None = None) -> Any:
     """Distances of log probabilities from the fp32 reference: ours, and those of the bf16 reference."""
-    ours, theirs, agree, ties = [], [], 0, 0
+    ours, theirs, agree, ties, reference_ties = [], [], 0, 0, 0
     for prompt, output, image in zip(ids, outputs, images or [None] * len(ids), strict=True):
         completion = output.outputs[0]
         whole = torch.tensor(prompt + list(completion.token_ids))
@@ -163,6 +163,7 @@ def compare(outputs: list[Any], ids: list[list[int]], exact: Any, rounded: Any, 
             agree += int(reference[row].argmax()) == chosen
             # A token that the reference prefers by less than the bf16 distance is a tie.
             ties += float(reference[row].max() - reference[row][chosen]) < 0.5
+            reference_ties += float(reference[row].max() - reference[row][int(bf16[row].argmax())]) < 0.5
             for token, entry in entries.items():
                 ours.append(entry.logprob - float(reference[row][token]))
                 theirs.append(float(bf16[row][token] - reference[row][token]))
@@ -178,9 +179,11 @@ def compare(outputs: list[Any], ids: list[list[int]], exact: Any, rounded: Any, 
         "max_bf16_reference": float(near_reference.max()),
         "argmax_agreement": agree / total,
         "within_half_a_nat": ties / total,
+        "within_half_a_nat_bf16_reference": reference_ties / total,
         "finite": all(x == x for x in ours),
         # Single rows may be far off on either side: with 8 experts, one that is chosen differently is half the layer.
-        "ok": p90 <= 2 * p90_reference + 0.02 and ties == total,
+        # The same holds for tokens: as many may be no tie as twice the bf16 reference has.
+        "ok": p90 <= 2 * p90_reference + 0.02 and ties >= 2 * reference_ties - total,
     }
 
 

@@ -11,7 +11,9 @@ Eager, every decoder layer's inputs and outputs are recorded while a mixed batch
 rows in the same steps). Row by row the layer's output is compared with ``ReferenceK3.run_layer`` in fp32 on the very
 inputs the served layer had, so nothing builds up from layer to layer; the bf16 reference on the same inputs is the
 yardstick. Bounds (from the golden data, measured between two implementations of the released code): median row error
-<= 0.02 of the row's norm, 95% of rows <= 0.04 (a row that chose another expert may be off by more).
+<= 0.02 of the row's norm, 95% of rows <= 0.04. A row whose router chose another expert is off by more, on either side:
+more than 5% of rows may lie beyond 0.04 only if the bf16 reference has as many there (difference of two counts, three
+sigma), and no row may be off by more than twice the bf16 reference's worst row of any layer.
 
 Logits: log probabilities at every position of every prompt of at least 17, against the fp32 reference: rms <= 0.4 and
 the same best token in at least 0.8 of them, or no worse than twice the bf16 reference (a router flip early in a prompt
@@ -21,6 +23,7 @@ lasts as long as the memory does, and hits one run or the other).
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -38,7 +41,7 @@ from torch import Tensor
 #: Prompts of one batch: shorter and longer than a chunk of 64, one longer than a step.
 LENGTHS = (1, 5, 63, 65, 130, 300, 700)
 STEP_TOKENS = 256
-MEDIAN_BOUND, P95_BOUND = 0.02, 0.04
+MEDIAN_BOUND, ROW_BOUND = 0.02, 0.04
 RMS_BOUND, ARGMAX_BOUND, LEAST_POSITIONS = 0.4, 0.8, 17
 
 
@@ -199,9 +202,19 @@ def compare_layers(recorder: Recorder, rows: list[Tensor], exact: Any, rounded: 
             "max_bf16_reference": float(other.max()),
             "median_of_change": float(delta.median()),
         }
-        line["ok"] = line["median"] <= MEDIAN_BOUND and line["p95"] <= P95_BOUND and bool(mine.isfinite().all())
+        line["beyond"], line["beyond_bf16_reference"] = (int((x > ROW_BOUND).sum()) for x in (mine, other))
         lines.append({k: round(v, 5) if isinstance(v, float) else v for k, v in line.items()})
+    worst = 2 * max(line["max_bf16_reference"] for line in lines)
+    for line in lines:
+        line["ok"] = layer_ok(line, worst)
     return lines
+
+
+def layer_ok(line: dict[str, Any], worst: float) -> bool:
+    """Whether a line keeps the bounds of this module's first words; ``worst``: the most that a single row may be off."""
+    ours, theirs = line["beyond"], line["beyond_bf16_reference"]
+    few = ours <= 0.05 * line["rows"] or ours - theirs <= 3 * math.sqrt(ours + theirs)
+    return bool(few and line["median"] <= MEDIAN_BOUND and line["max"] <= max(worst, ROW_BOUND))
 
 
 def exact_blocks(exact: Any, index: int) -> int:
