@@ -26,14 +26,23 @@ def _attn_res_edges() -> Iterator[int]:
             yield config.programs * attn_res.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
 
 
-def _segments_of_one_chunk(layer: KdaLayer, longest: int, device: torch.device) -> Iterator[Any]:
-    if layer._prefill.name == dispatch.KERNEL and longest > 4 * 64:
-        from k3_nvidia.kernels.kda_plan import plan_prefill
+def _more_plans(layer: KdaLayer, longest: int, device: torch.device) -> Iterator[Any]:
+    """One chunk a segment, and each prefill implementation whichever the measurements favour for these lengths."""
+    if layer._prefill.name != dispatch.KERNEL:
+        return
+    from k3_nvidia.kernels import kda_flash
+    from k3_nvidia.kernels.kda_plan import CHUNKS, FLASH, plan_prefill
 
-        yield plan_prefill([0, longest], layer.num_heads, device, dim=layer.head_dim, segment_chunks=1)
+    heads, dim = layer.num_heads, layer.head_dim
+    if longest > 4 * 64:
+        yield plan_prefill([0, longest], heads, device, dim=dim, segment_chunks=1)
+    dtypes = (torch.get_default_dtype(), layer.get_state_dtype()[1])
+    if not kda_flash.refusal(dim, *dtypes, layer.lower_bound):
+        for engine in (CHUNKS, FLASH):
+            yield plan_prefill([0, longest], heads, device, dim=dim, engine=engine)
 
 
-WARM_UP = WarmUp(dispatch.warmup_profiles, _attn_res_edges, tuning.step_rows, _segments_of_one_chunk)
+WARM_UP = WarmUp(dispatch.warmup_profiles, _attn_res_edges, tuning.step_rows, _more_plans)
 
 
 def run(text_model: Any) -> None:

@@ -34,10 +34,12 @@ def _tap(x_ptr, state_at, at, start, x_stride, c, column_stride, BACK: tl.conste
 def short_conv_kernel(
     x_ptr, weight_ptr, state_ptr, out_ptr, chunk_ptr, cu_ptr, slot_ptr, init_ptr,
     x_stride, out_stride, weight_stride, state_stride, channel_stride, column_stride, slot_stride, channels,
+    part_channels, part_stride,
     BC: tl.constexpr,
 ):  # fmt: skip
     """Grid (channel blocks, chunks); chunk_ptr as in kda_chunk.
 
+    Channels of a part (q, k or v) are written part_stride apart: three dense tensors instead of one, at no extra pass.
     The first chunk of a sequence also writes the new state: it is the only one that reads the old.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -58,6 +60,7 @@ def short_conv_kernel(
     w2 = tl.load(w_at + 2, mask=cmask, other=0.0)[None, :]
     w3 = tl.load(w_at + 3, mask=cmask, other=0.0)[None, :]
     use_state = old & (index == 0)
+    out_at = out_ptr + (c + (c // part_channels) * (part_stride - part_channels))
     for sub in tl.range(0, rows, 16):
         r = sub + tl.arange(0, 16)
         at = token + r
@@ -68,9 +71,7 @@ def short_conv_kernel(
         y += w1 * _tap(x_ptr, state_at, at, start, x_stride, c, column_stride, 2, mask, cmask, use)
         y += w0 * _tap(x_ptr, state_at, at, start, x_stride, c, column_stride, 3, mask, cmask, use)
         y = tl.where(slot > 0, y * sigmoid(y), 0.0)
-        tl.store(
-            out_ptr + at.to(tl.int64)[:, None] * out_stride + c[None, :], y.to(out_ptr.dtype.element_ty), mask=mask
-        )
+        tl.store(out_at[None, :] + at.to(tl.int64)[:, None] * out_stride, y.to(out_ptr.dtype.element_ty), mask=mask)
     if (index == 0) & (slot > 0):
         length = end - start
         # Predicates that are scalars enter masks as limits: c < 0 masks everything.

@@ -1,8 +1,9 @@
 """kda_prefill, short_conv and gated_norm: launchers with the signatures of the operator table.
 
-Prefill is three to five launches: norms and cumulative gates, chunks (kda_chunk), then, where the cost model cuts
-sequences into segments, local and scan passes, then outputs (kda_segment). The workspace holds 108 KiB a chunk and head
-plus 128 KiB a segment and head at D = 128.
+Two implementations: vLLM's FlashKDA operator (kda_flash) where it was measured to be faster and can take the call, and
+this wheel's kernels everywhere else. Ours are three to five launches: norms and cumulative gates, chunks (kda_chunk),
+then, where the cost model cuts sequences into segments, local and scan passes, then outputs (kda_segment). Their
+workspace holds 108 KiB a chunk and head plus 128 KiB a segment and head at D = 128.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from k3_core.errors import UnsupportedError
 from k3_core.operators import CallSpec
 from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import kda_checks as checks
+from k3_nvidia.kernels import kda_flash
 from k3_nvidia.kernels.kda_chunk import CHUNK, kda_chunk_kernel, kda_prepare_kernel
 from k3_nvidia.kernels.kda_conv import gated_norm_kernel, short_conv_kernel
 from k3_nvidia.kernels.kda_math import LOG2E, MAX_HALF_RANGE
-from k3_nvidia.kernels.kda_plan import PrefillPlan, check_plan, plan_prefill
+from k3_nvidia.kernels.kda_plan import FLASH, PrefillPlan, check_plan, plan_prefill
 from k3_nvidia.kernels.kda_segment import kda_local_kernel, kda_output_kernel, kda_scan_kernel
 from k3_nvidia.tuning import kda as tuning
 
@@ -48,7 +50,11 @@ def supports_prefill(spec: CallSpec) -> tuple[bool, str]:
     bound = spec.options.get("lower_bound")
     if bound is not None and bound > 0:
         return False, f"kda_prefill: lower_bound must be negative or None, not {bound}"
-    return checks.supports(spec, _BF16)
+    ok, why = checks.supports(spec, _BF16)
+    if ok and spec.device == "cuda":
+        flash, reason = kda_flash.supports(spec)
+        why += f"; {reason.partition(': ')[2]}{' where it was measured to be faster' if flash else ''}"
+    return ok, why
 
 
 def supports_short_conv(spec: CallSpec) -> tuple[bool, str]:
@@ -64,6 +70,22 @@ def supports_gated_norm(spec: CallSpec) -> tuple[bool, str]:
 def fits_split(lower_bound: float | None) -> bool:
     """Whether half of 32 decays at the bound stays inside the exponent range: the one-product form of kda_chunk."""
     return lower_bound is not None and 0 >= lower_bound * 16 * LOG2E >= -MAX_HALF_RANGE
+
+
+def runs_flash(
+    plan: PrefillPlan, q: Tensor, k: Tensor, v: Tensor, z: Tensor, state_dtype: torch.dtype, lower_bound: float | None
+) -> bool:
+    """Whether a call with this plan goes to vLLM's FlashKDA operator.
+
+    A plan that chose it by measurement gives way where the operator is not here or refuses, and where q, k, v or z are
+    not dense, since it was measured without copies; a plan that the caller forced does not.
+    """
+    if getattr(plan, "engine", "") != FLASH:
+        return False
+    if getattr(plan, "forced", False):
+        return True
+    dense = all(x.is_contiguous() for x in (q, k, v, z))
+    return dense and not kda_flash.refusal(q.shape[2], q.dtype, state_dtype, lower_bound)
 
 
 def _shared(device: torch.device) -> int | None:
@@ -103,6 +125,12 @@ def kda_prefill(
         return out
     if not fits_split(lower_bound) and lower_bound is not None and lower_bound > 0:
         raise UnsupportedError(f"kda_prefill: lower_bound must be negative or None, got {lower_bound}")
+    if runs_flash(plan, q, k, v, z, recurrent_state.dtype, lower_bound):
+        kda_flash.prefill(
+            q, k, v, z, beta, a_log, dt_bias, float(lower_bound or 0.0), recurrent_state, slot_mapping, cu_seqlens,
+            has_initial_state, out,
+        )  # fmt: skip
+        return out
     upcast = checks.interpreted()
     # Each [chunks, heads, 64, D] (U transposed: [.., D, 64]).
     w, ut, qg, kg = torch.empty(4, plan.num_chunks * heads, CHUNK * dim, dtype=torch.bfloat16, device=q.device).unbind(
@@ -191,31 +219,44 @@ def short_conv(
     *,
     out: Tensor | None = None,
     plan: PrefillPlan | None = None,
+    parts: int = 1,
 ) -> Tensor:
-    """Operator short_conv of the table; plan as in kda_prefill (the same one serves both)."""
+    """Operator short_conv of the table; plan as in kda_prefill (the same one serves both).
+
+    parts: 3 writes q, k and v as three dense tensors, out [3, T, C / 3]: what vLLM's FlashKDA operator reads without
+    copies. 1, the table's form, writes [T, C].
+    """
     op = "short_conv"
     tokens, channels = x.shape
+    if channels % parts:
+        raise ValueError(f"{op}: {channels} channels are not {parts} equal parts")
     checks.check_rows(op, "x", x, (tokens, channels), _FLOATS)
     checks.check_vector(op, "weight", weight, (channels, checks.TAPS), torch.float32)
     checks.check_conv_state(op, conv_state, channels, checks.TAPS - 1, x.dtype)
     checks.check_index(op, "slot_mapping", slot_mapping, (cu_seqlens.shape[0] - 1,))
     checks.check_vector(op, "has_initial_state", has_initial_state, tuple(slot_mapping.shape), torch.bool)
+    width = channels // parts
     if out is None:
-        out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
-    checks.check_rows(op, "out", out, (tokens, channels), (x.dtype,))
+        out = torch.empty((parts, tokens, width) if parts > 1 else (tokens, width), dtype=x.dtype, device=x.device)
+    if parts > 1:
+        checks.check_vector(op, "out", out, (parts, tokens, width), x.dtype)
+        out_stride, part_stride = width, tokens * width
+    else:
+        checks.check_rows(op, "out", out, (tokens, channels), (x.dtype,))
+        out_stride = part_stride = checks.row_stride(out)
     if plan is None:
         plan = plan_prefill(cu_seqlens, 1, x.device)
     check_plan(op, plan, slot_mapping.shape[0], tokens)
     if plan.end < tokens:
-        out[plan.end :].zero_()
+        out[..., plan.end :, :].zero_()
     if plan.num_chunks == 0:
         return out
     options = tuning.launch("conv")
     _short_conv(
         (-(-channels // options["BC"]), plan.num_chunks),
         x, weight, conv_state, out, plan.chunks, cu_seqlens, slot_mapping, has_initial_state,
-        checks.row_stride(x), checks.row_stride(out), weight.stride(0), *conv_state.stride(), slot_mapping.stride(0),
-        channels, **options,
+        checks.row_stride(x), out_stride, weight.stride(0), *conv_state.stride(), slot_mapping.stride(0),
+        channels, width, part_stride, **options,
     )  # fmt: skip
     return out
 

@@ -7,6 +7,7 @@ speed, never results; the multiprocessor count is read from the device where one
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
@@ -16,12 +17,40 @@ from k3_core.operators.kda_plan import Costs
 from k3_core.operators.kda_plan import segment_length as shared_segment_length
 
 
+def _read(name: str) -> dict[str, Any]:
+    text = resources.files("k3_nvidia.tuning").joinpath(name).read_text(encoding="utf-8")
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
 @cache
 def table() -> dict[str, Any]:
     """kda.json, read once."""
-    text = resources.files("k3_nvidia.tuning").joinpath("kda.json").read_text(encoding="utf-8")
-    data: dict[str, Any] = json.loads(text)
-    return data
+    return _read("kda.json")
+
+
+@cache
+def prefill_table() -> dict[str, Any]:
+    """kda_prefill.json, read once: times of both prefill implementations, a row a measured shape."""
+    return _read("kda_prefill.json")
+
+
+def prefill_engine(heads: int, tokens: int, longest: int, device: str) -> str:
+    """ "flash" where vLLM's FlashKDA operator was the faster one in the nearest measured shape, else "chunks".
+
+    Near is by the logarithms of heads, tokens of the batch and tokens of its longest sequence: the operator's time is
+    that of its longest chain or of all its work. On a device that was not measured it is this wheel's kernels.
+    """
+    data = prefill_table()
+    if device != data["device"]:
+        return "chunks"
+    shape = (heads, tokens, longest)
+
+    def distance(row: Sequence[float]) -> float:
+        return sum(abs(math.log2(a / b)) for a, b in zip(shape, row[:3], strict=True))
+
+    row = min(data["rows"], key=distance)
+    return "flash" if row[4] < row[3] else "chunks"
 
 
 #: Shared memory of one pipeline stage at D = 128, bytes: what the loop over chunks (or segments) loads per step.
