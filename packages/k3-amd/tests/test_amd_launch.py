@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
 pytest.importorskip("triton", reason="the launchers import it")
 
 from amd_support import VENDOR
 
+from k3_core.operators import triton_host
+from k3_core.vllm.serving.kda_layer import KdaLayer
+from k3_core.vllm.serving.warmup import Limits
 from k3_core.vllm.testing.suite_launch import LaunchSuite
+
+#: Storage of a served pool.
+SERVED = 3 * 2**30
 
 
 class TestGfx942(LaunchSuite):
@@ -21,3 +31,45 @@ class TestGfx942(LaunchSuite):
 
 class TestGfx950(TestGfx942):
     arch = "gfx950"
+
+    @pytest.mark.parametrize("served", [2**20, SERVED])
+    def test_warm_up_meets_the_pools_storage_whatever_its_size(
+        self, served: int, tiny: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Kernels are compiled for storages up to 2 GiB or beyond: what serving launches, the warm-up has launched.
+
+        The served pool is faked: its storage says its size, and only the part that is used exists.
+        """
+        from k3_amd import warmup
+
+        traits: set[tuple[Any, ...]] = set()
+
+        def note(launcher: Any, grid: Any, *args: Any, **named: Any) -> None:
+            kernel = launcher.kernel
+            name = getattr(kernel, "__name__", None) or kernel.fn.__name__
+            pools = [a for a in args if isinstance(a, torch.Tensor) and a.untyped_storage().size() > triton_host.NARROW]
+            kinds = tuple(triton_host._trait(a)[2] for a in args if isinstance(a, torch.Tensor))
+            traits.add((name, kinds))
+            assert all(pool.data_ptr() for pool in pools)
+
+        monkeypatch.setattr(triton_host, "HIP", True)
+        monkeypatch.setattr(triton_host.Launcher, "__call__", note)
+        model = self.make(tiny)
+        layer = next(m for m in model.modules() if isinstance(m, KdaLayer))
+        limits = Limits(max_num_batched_tokens=130, max_num_seqs=8, num_spec=0)
+        warmup.WARM_UP.run_kda(layer, limits, torch.bfloat16, torch.device("cpu"))
+        met = set(traits)
+        traits.clear()
+        pools = [
+            torch.zeros(4, *s, dtype=d) for s, d in zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True)
+        ]
+        layer.kv_cache = tuple(pools)
+        if served > triton_host.NARROW:
+            layer.kv_cache = tuple(triton_host.as_if_wide(pool) for pool in pools)
+        for metadata in warmup.WARM_UP.steps(layer, limits, torch.device("cpu")):
+            tokens = metadata.step_tokens + metadata.prefill_tokens
+            qkv, z, beta, gate = layer.project(torch.zeros(tokens, 256, dtype=torch.bfloat16))
+            layer._run(metadata, qkv, z, beta, gate, torch.empty_like(z, memory_format=torch.contiguous_format))
+        assert {name for name, _ in traits} >= {"kda_decode_kernel", "short_conv_kernel", "kda_output_kernel"}
+        assert traits <= met
+        assert any(False in kinds for _, kinds in traits) is (served > triton_host.NARROW)

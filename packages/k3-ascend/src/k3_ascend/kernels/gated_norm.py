@@ -21,7 +21,8 @@ from k3_core.operators import CallSpec
 HEADS = 16
 
 
-@triton.jit(do_not_specialize=["tokens", "heads"])
+# Strides are not specialised on: a row has the same bits however far apart rows lie.
+@triton.jit(do_not_specialize=["tokens", "heads", "o_stride", "gate_stride", "out_stride"])
 def gated_norm_kernel(
     o_ptr, gate_ptr, weight_ptr, out_ptr, tokens, heads, o_stride, gate_stride, out_stride, eps,
     HB: tl.constexpr, D: tl.constexpr,

@@ -27,7 +27,7 @@ from k3_core.operators import CallSpec
 BLOCK = 512
 
 
-@triton.jit(do_not_specialize=["slot_stride", "chunks"])
+@triton.jit(do_not_specialize=["x_stride", "out_stride", "slot_stride", "chunks"])
 def short_conv_kernel(
     x_ptr, taps_ptr, state_ptr, out_ptr, chunk_ptr, cu_ptr, slot_ptr, init_ptr,
     x_stride, out_stride, state_stride, column_stride, slot_stride, chunks, channels, BLOCK: tl.constexpr,
@@ -90,7 +90,7 @@ def short_conv_kernel(
                 tl.store(out_ptr + (first + r).to(tl.int64) * out_stride + c, zero, mask=inside)
 
 
-@triton.jit(do_not_specialize=["slot_stride", "rows"])
+@triton.jit(do_not_specialize=["x_stride", "out_stride", "slot_stride", "rows"])
 def step_conv_kernel(
     x_ptr, taps_ptr, state_ptr, out_ptr, cu_ptr, slot_ptr, accepted_ptr,
     x_stride, out_stride, state_stride, column_stride, slot_stride, rows, channels,

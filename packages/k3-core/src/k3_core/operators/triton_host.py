@@ -46,6 +46,19 @@ if interpreting():
         _let_scalars_be_indices()
 
 
+def as_if_wide(pool: torch.Tensor) -> torch.Tensor:
+    """The same memory behind a storage that claims more than NARROW bytes, as a served pool's does.
+
+    Kernels launched on it are compiled for wide storage, without allocating any. Views claim the same. ``pool`` must
+    outlive the result, which does not own the memory.
+    """
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    start = pool.data_ptr() - pool.storage_offset() * pool.element_size()
+    storage = construct(start, pool.device, NARROW + 1)
+    empty = torch.empty(0, dtype=pool.dtype, device=pool.device)
+    return empty.set_(storage, pool.storage_offset(), pool.shape, pool.stride())
+
+
 def _trait(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0, HIP and value.untyped_storage().size() <= NARROW

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k3_core.operators import triton_host
 from k3_core.vllm.serving.kda_layer import KdaLayer
 from k3_core.vllm.serving.kda_metadata import Decode, KdaMetadata, Prefill, Verify
 
@@ -98,17 +99,24 @@ class WarmUp:
         )
 
     def run_kda(self, layer: KdaLayer, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
-        """Every variant of the KDA kernels: decoding, verification, prompts of one and of several segments."""
+        """Every variant of the KDA kernels: decoding, verification, prompts of one and of several segments.
+
+        On AMD each is met twice, on a small pool and on one that seems larger than 2 GiB: kernels are compiled for
+        either, and how large the served pool will be is not known yet.
+        """
         bound = layer.kv_cache
         slots = 2 + limits.num_spec
         shapes = zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True)
-        layer.kv_cache = tuple(torch.zeros(slots, *shape, dtype=kind, device=device) for shape, kind in shapes)
+        pools = tuple(torch.zeros(slots, *shape, dtype=kind, device=device) for shape, kind in shapes)
+        wide = [tuple(triton_host.as_if_wide(pool) for pool in pools)] if triton_host.HIP else []
         try:
-            for metadata in self.steps(layer, limits, device):
-                tokens = metadata.step_tokens + metadata.prefill_tokens
-                x = torch.zeros(tokens, layer.text.hidden_size, dtype=dtype, device=device)
-                qkv, z, beta, gate = layer.project(x)
-                layer._run(metadata, qkv, z, beta, gate, torch.empty_like(z, memory_format=torch.contiguous_format))
+            for layer.kv_cache in (pools, *wide):
+                for metadata in self.steps(layer, limits, device):
+                    tokens = metadata.step_tokens + metadata.prefill_tokens
+                    x = torch.zeros(tokens, layer.text.hidden_size, dtype=dtype, device=device)
+                    qkv, z, beta, gate = layer.project(x)
+                    out = torch.empty_like(z, memory_format=torch.contiguous_format)
+                    layer._run(metadata, qkv, z, beta, gate, out)
         finally:
             layer.kv_cache = bound
 
