@@ -97,6 +97,12 @@ def report() -> dict[str, Any]:
         "acts": active is not None and active.name,
         "served": registration._state.served,
         "reasons": list(limits.AmdHook.device_reasons(None, None)),
+        "forms": {
+            form: list(
+                limits.AmdHook.device_reasons(types.SimpleNamespace(additional_config={"k3_experts": form}), None)
+            )
+            for form in ("unpacked", "scaled", "mxfp8", "fp8")
+        },
         "vendor": registration._platform(),
         "device": dispatch.device(),
         "refusal": platform.refusal(),

@@ -64,6 +64,46 @@ def test_an_aiter_that_lacks_a_symbol_or_breaks_is_said(monkeypatch: pytest.Monk
     assert "flash_attn_varlen_func" in why
 
 
+def test_the_installed_aiters_parameters_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `k3 doctor` prints: found and fitting, older, opaque, absent; and the fallback of each."""
+    from k3_amd import plugin
+
+    def fitting(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
+                softmax_scale: Any, causal: Any, return_lse: Any, out: Any) -> None: ...  # fmt: skip
+
+    def older(page_size: Any, fast_mode: Any) -> None: ...
+
+    package, mla = ModuleType("aiter"), ModuleType("aiter.mla")
+    package.flash_attn_varlen_func = fitting  # type: ignore[attr-defined]
+    package.get_mla_metadata_v1 = older  # type: ignore[attr-defined]
+    mla.mla_decode_fwd = lambda *args: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(aiter, "version", lambda: "9.9")
+    monkeypatch.setitem(sys.modules, "aiter", package)
+    monkeypatch.setitem(sys.modules, "aiter.mla", mla)
+    head, *lines = plugin.diagnose()
+    assert head == "aiter 9.9"
+    said = {s.name + s.caller: line for s, line in zip(aiter.SYMBOLS, lines, strict=True)}
+    for symbol in aiter.SYMBOLS:
+        assert symbol.fallback in said[symbol.name + symbol.caller]
+    assert lines[0].endswith("[found, takes what is passed]")
+    assert "[found, lacks kv_granularity, max_seqlen_qo" in next(x for x in lines if "get_mla_metadata_v1" in x)
+    assert "[found, does not say" in next(x for x in lines if "mla_decode_fwd" in x)
+    assert "[absent: aiter 9.9 has no usable aiter:mla_reduce_v1" in next(x for x in lines if "mla_reduce_v1" in x)
+
+
+def test_an_aiter_whose_attention_takes_other_arguments_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
+    from k3_amd import platform, vision
+    from k3_core.vllm.serving.vision import attend_by_item
+
+    monkeypatch.setattr(platform, "on_rocm", lambda: True)
+    monkeypatch.setattr(aiter, "enabled", lambda switch: True)
+    monkeypatch.setattr(aiter, "resolve", lambda symbol: (lambda q, k, v, bounds: None, "aiter 9.9"))
+    chosen, why = vision.choose_attention()
+    assert chosen is attend_by_item
+    assert "lacks cu_seqlens_q" in why
+
+
 def test_every_entry_says_what_runs_without_it() -> None:
     assert all(symbol.fallback and symbol.purpose and symbol.caller for symbol in aiter.SYMBOLS)
 

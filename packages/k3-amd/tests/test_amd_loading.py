@@ -79,6 +79,31 @@ class TestLoad(LoadSuite):
                     want = reader.read(name) if whole else plan[name].take(reader.read(name))
                     assert torch.equal(tensor, want), name
 
+    def test_the_lossy_form_is_the_device_s_only_where_it_was_asked_for(
+        self, tiny: Path, packed: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """``k3_experts`` reaches the layout, which keeps the codes; activations are rounded by its kernels."""
+        from k3_amd import moe
+
+        if packed == "gfx942":
+            pytest.skip("its matrix cores have no scaled product")
+        monkeypatch.setattr(moe, "wanted_form", lambda vllm_config: "mxfp8")
+        held = load(self.vendor, tiny, 1, 0).model.layers[2].feed_forward.experts.weights()
+        assert held.form == "mxfp8"
+        assert held.padded_width % 128 == 0
+        name = f"{MOE.format(2)}.experts.0.w1.weight_packed"
+        assert torch.equal(held.w13[0, 0, : held.width], CheckpointReader(tiny).read(name))
+
+
+def test_a_form_where_no_kernel_computes_is_refused() -> None:
+    from types import SimpleNamespace
+
+    from k3_amd.experts_store import make_store
+    from k3_core.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="'contract' computes the experts here; leave it out"):
+        make_store(SimpleNamespace(name="contract"), 1, 64, 64, True, "mxfp8")  # type: ignore[arg-type]
+
 
 def test_router_products_are_not_rounded_before_their_sum() -> None:
     """On a CPU the contract's product; what the GPU's would have to give is asked of the device itself."""

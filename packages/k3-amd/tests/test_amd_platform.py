@@ -78,6 +78,20 @@ def test_with_aiter_uneven_heads_are_padded_by_whoever_does_it_right() -> None:
     assert "all images at once" in there["vision"]
 
 
+@pytest.mark.parametrize(("arch", "aiter", "refused"), [
+    ("gfx942", "with", ("scaled", "mxfp8", "fp8")), ("gfx950", "without", ("fp8",)),
+])  # fmt: skip
+def test_a_form_of_experts_that_the_gpu_lacks_is_refused_with_those_it_has(
+    arch: str, aiter: str, refused: tuple[str, ...]
+) -> None:
+    forms = on_rocm(arch, aiter)["forms"]
+    assert tuple(form for form, reasons in forms.items() if reasons) == refused
+    (unknown,) = forms["fp8"]
+    assert "is none of unpacked, scaled, mxfp8" in unknown
+    for form in refused:
+        assert f"on {arch} possible: unpacked" in forms[form][0]
+
+
 @pytest.mark.parametrize("arch", ["gfx90a"])
 def test_another_gpu_is_refused_in_one_message_that_says_what_to_do(arch: str) -> None:
     there = on_rocm(arch, "without")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 from typing import Any
 
@@ -221,3 +222,23 @@ def test_env_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_home_folder_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe.Path, "home", lambda: probe.Path("/home/someone"))
     assert probe.redact("LD_PRELOAD", "/home/someone/lib.so") == "~/lib.so"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_vendors_wheel_adds_its_lines(fails: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the platform's wheel only; one that fails costs a line."""
+    plugin = types.ModuleType("k3_amd_plugin_for_test")
+
+    def diagnose() -> list[str]:
+        if fails:
+            raise RuntimeError("no device")
+        return ["aiter 9.9", "aiter:f, for this; else that"]
+
+    plugin.diagnose = diagnose  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    known = (types.SimpleNamespace(name="k3_amd", module=plugin.__name__),)
+    monkeypatch.setattr(diagnosis.importlib.metadata, "entry_points", lambda group: known)
+    assert diagnosis.vendor_lines("nvidia") == []
+    assert diagnosis.vendor_lines(None) == []
+    lines = diagnosis.vendor_lines("amd")
+    assert lines == (["k3-amd cannot say more: RuntimeError: no device"] if fails else diagnose())

@@ -7,7 +7,8 @@ call more of aiter, under switches of their own.
 
 ``verified`` says what stands behind the parameter names. aiter's releases are in AMD's images; the newest on the
 package index is 0.1.7.post2.dev18, from long before vLLM 0.33. Where that one has the symbol with the parameters used
-here, a test compares them; where it has not, the entry is unverified. This project never made a call on a GPU.
+here, a test compares them; where it has not, the entry is unverified until a user's `k3 doctor` compares it with the
+aiter that is installed (:func:`missing_parameters`). This project never made a call on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -155,6 +157,19 @@ def resolve(symbol: Symbol) -> tuple[Callable[..., Any] | None, str]:
     return function, f"aiter {found}"
 
 
+def missing_parameters(symbol: Symbol, function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Parameters that the caller passes and ``function`` does not have; None where it does not say what it takes."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values()):
+        return None
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return ()
+    return tuple(name for name in symbol.parameters if name not in parameters)
+
+
 def enabled(switch: str) -> bool:
     """Whether vLLM would use aiter here for ``switch`` ("mla", "mha", "fused_moe"): its own environment and checks."""
     from vllm._aiter_ops import rocm_aiter_ops
@@ -164,7 +179,31 @@ def enabled(switch: str) -> bool:
 
 
 def report() -> list[str]:
-    """One line a symbol: whether the installed aiter has its module, and what runs otherwise. Imports nothing of it."""
+    """One line a symbol: what it is for, who calls it, what runs otherwise. Imports nothing of aiter."""
+    return [_head(), *(f"{_described(s)} [{s.verified}]" for s in SYMBOLS)]
+
+
+def installed() -> list[str]:
+    """As :func:`report`, with what the installed aiter has of each symbol. Imports aiter where it is installed."""
+    if version() is None:
+        return report()
+    return [_head(), *(f"{_described(s)} [{_state(s)}]" for s in SYMBOLS)]
+
+
+def _head() -> str:
     found = version()
-    head = "aiter is not installed: a normal state" if found is None else f"aiter {found}"
-    return [head, *(f"{s.name}, for {s.purpose} ({s.caller}); else {s.fallback} [{s.verified}]" for s in SYMBOLS)]
+    return "aiter is not installed: a normal state" if found is None else f"aiter {found}"
+
+
+def _described(symbol: Symbol) -> str:
+    return f"{symbol.name}, for {symbol.purpose} ({symbol.caller}); else {symbol.fallback}"
+
+
+def _state(symbol: Symbol) -> str:
+    function, why = resolve(symbol)
+    if function is None:
+        return f"absent: {why}"
+    missing = missing_parameters(symbol, function)
+    if missing is None or not symbol.parameters:
+        return "found, does not say what it takes" if missing is None else "found, parameters not compared"
+    return f"found, lacks {', '.join(missing)}" if missing else "found, takes what is passed"

@@ -1,4 +1,4 @@
-"""What this wheel does not serve beyond what none does: GPUs that its kernels are not built for."""
+"""What this wheel does not serve beyond what none does: GPUs that its kernels are not built for, forms of experts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class AmdHook(ServingHook):
     """vLLM's configuration hook for this wheel's models."""
 
     wheel = "k3-amd"
+    settings = (*ServingHook.settings, "k3_experts")
 
     @classmethod
     def device_reasons(cls, vllm_config: Any, config: K3Config) -> Iterator[str]:
@@ -24,3 +25,21 @@ class AmdHook(ServingHook):
             yield refused
         elif find_spec("triton") is None:
             yield "Triton is not installed, and every kernel needs it; use the image's own build of PyTorch and Triton"
+        else:
+            yield from _form_reasons(vllm_config)
+
+
+#: k3_experts -> architectures whose matrix instructions take the form.
+FORMS = {"unpacked": ("gfx942", "gfx950"), "scaled": ("gfx950",), "mxfp8": ("gfx950",)}
+
+
+def _form_reasons(vllm_config: Any) -> Iterator[str]:
+    extra = getattr(vllm_config, "additional_config", None)
+    form = extra.get("k3_experts") if isinstance(extra, dict) else None
+    if form is None:
+        return
+    arch = platform.architecture()
+    possible = [name for name, places in FORMS.items() if arch in places]
+    if form not in possible:
+        why = f"needs {' or '.join(FORMS[form])}" if form in FORMS else f"is none of {', '.join(FORMS)}"
+        yield f"k3_experts {form!r} {why}; on {arch} possible: {', '.join(possible)}, or leave it out"

@@ -23,7 +23,14 @@ class MoE(MoeLayer):
     """A mixture-of-experts layer of one rank; the correction bias is fp32 from the file to the operator."""
 
     def __init__(self, config: K3Config, vllm_config: Any, prefix: str) -> None:
-        super().__init__(config, vllm_config, prefix, dispatch.choose, make_store, logits)
+        store = functools.partial(make_store, form=wanted_form(vllm_config))
+        super().__init__(config, vllm_config, prefix, dispatch.choose, store, logits)
+
+
+def wanted_form(vllm_config: Any) -> str | None:
+    """What ``--additional-config`` says of the experts' form (``k3_experts``); None for the device's exact one."""
+    extra = vllm_config.additional_config
+    return extra.get("k3_experts") if isinstance(extra, dict) else None
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:

@@ -42,3 +42,10 @@ def register() -> None:
         )
         return
     registration.register(wheel)
+
+
+def diagnose() -> list[str]:
+    """What `k3 doctor` adds on this wheel's platform: aiter's table, a line a symbol. Imports an aiter that is there."""
+    from k3_amd import aiter
+
+    return aiter.installed()

@@ -29,6 +29,10 @@ def choose_attention() -> tuple[Attend, str]:
     function, why = aiter.resolve(aiter.VISION)
     if function is None:
         return attend_by_item, f"PyTorch's fused attention by image: {why}"
+    missing = aiter.missing_parameters(aiter.VISION, function)
+    if missing:
+        lacks = f"{aiter.VISION.name} of {why} lacks {', '.join(missing)}"
+        return attend_by_item, f"PyTorch's fused attention by image: {lacks}"
     return varlen(function), f"{aiter.VISION.name} of {why}, all images at once"
 
 

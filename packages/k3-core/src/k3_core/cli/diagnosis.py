@@ -62,6 +62,22 @@ def _wheel(entry: importlib.metadata.EntryPoint) -> InstalledWheel:
         return InstalledWheel(name, version, problem=f"{type(error).__name__}: {error}")
 
 
+def vendor_lines(vendor: str | None) -> list[str]:
+    """What the wheel of this machine's vendor adds: lines of its plugin's ``diagnose``, where it has one.
+
+    A wheel that fails here says so in its one line.
+    """
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    entry = entries.get(WHEELS.get(vendor or "", ""))
+    if entry is None:
+        return []
+    try:
+        diagnose = getattr(importlib.import_module(entry.module), "diagnose", None)
+        return list(diagnose()) if diagnose is not None else []
+    except Exception as error:  # a broken wheel is what a diagnosis is for
+        return [f"{entry.name.replace('_', '-')} cannot say more: {type(error).__name__}: {error}"]
+
+
 def platform_vendor(accelerators: dict[str, Any]) -> tuple[str | None, str]:
     """The vendor vLLM would choose by platform, and who says so: vLLM where it is installed, else torch.
 

@@ -83,6 +83,7 @@ def diagnose(checkpoint: Path | None, tp: int, gpu: str | None = None) -> dict[s
         "in_tree_k3": probe.in_tree_k3(),
         "operators_for": {"tp": tp, "implementation": key, "device": gpu or device, "arch": arch},
         "operators": operators,
+        "vendor": diagnosis.vendor_lines(vendor),
         "switches": probe.switches(),
         "findings": [asdict(finding) for finding in found],
     }
@@ -118,6 +119,8 @@ def _show(report: dict[str, Any]) -> None:
                 for o in report["operators"]
             ],
         )
+    for line in report["vendor"]:
+        output.say(line)
     if report["switches"]:
         rows = [(k, v, probe.SWITCHES.get(k, "")) for k, v in report["switches"].items()]
         output.table("Switches that are set", ("name", "value", "meaning"), rows)
