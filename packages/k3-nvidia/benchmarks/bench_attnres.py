@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,15 +135,22 @@ def run(out: Path, slices: Sequence[str]) -> None:
 
 
 SWEEP = [
-    kernel.Config(1024, warps, group, prefetch, programs, maxnreg)
-    for warps, group, prefetch, programs, maxnreg in (
-        *((w, g, True, 1, None) for w in (8, 16) for g in (1, 2, 3)),
-        *((8, g, p, 2, 128) for g in (1, 2) for p in (True, False)),
-        *((w, g, False, 0, None) for w in (8, 16) for g in (1, 5)),
-        *((8, g, False, 0, 128) for g in (1, 3)),
-        (32, 5, False, 0, None), (4, 1, True, 2, None), (4, 1, False, 4, 128),
-    )
+    *(kernel.Config(1024, w, 1, False, programs, ring=ring) for w, programs, ring in (
+        (8, 2, 4), (8, 2, 6), (8, 1, 8), (8, 1, 5), (4, 2, 6), (4, 3, 4), (16, 1, 6), (8, 0, 4), (4, 0, 5),
+    )),
+    kernel.Config(2048, 8, 1, False, 1, ring=6),
+    *(kernel.Config(1024, w, g, p, programs, maxnreg) for w, g, p, programs, maxnreg in (
+        (8, 3, True, 1, None), (8, 2, True, 1, None), (4, 1, True, 2, None), (8, 1, True, 2, 128),
+        (8, 5, False, 0, None), (8, 3, False, 0, None), (16, 5, False, 0, None), (4, 5, False, 0, None),
+    )),
 ]  # fmt: skip
+
+
+def name_of(config: kernel.Config) -> str:
+    """One word: warps, group, prefetch, programs, register cap, or what the ring has."""
+    if config.ring:
+        return f"ring{config.ring}-c{config.chunk}-w{config.warps}-p{config.programs}"
+    return "-".join(map(str, (config.warps, config.group, int(config.prefetch), config.programs, config.maxnreg)))
 
 
 def _compile(job: tuple[int, int, kernel.Config]) -> str:
@@ -155,20 +163,27 @@ def _compile(job: tuple[int, int, kernel.Config]) -> str:
     return ""
 
 
-def sweep(out: Path) -> None:
-    """Every launch configuration at every size; the best three of each are printed."""
+def sweep(out: Path, seconds: float) -> None:
+    """Every launch configuration at every size until the time is up; the best of each are printed.
+
+    The sizes that no table covers yet come first. Against vLLM's kernel: ``run``.
+    """
+    end = time.time() + seconds
     with multiprocessing.get_context("spawn").Pool(12) as pool:
         jobs = [(t, n, c) for n in (1, 4, 8) for c in SWEEP for t in (1, 600)]
         print([said for said in pool.map(_compile, jobs, chunksize=4) if said][:3], flush=True)
+    print(f"compiled, {end - time.time():.0f} s left", flush=True)
     results = Results(out / "attnres_sweep.json")
-    for tokens, blocks in itertools.product((1, 32, 128, 512, 1024, 8192), (1, 4, 8)):
+    for tokens, blocks in itertools.product((8192, 1024, 1, 128, 32, 512), (1, 4, 8)):
         big = tokens >= 1024
         sets = [Inputs(tokens, blocks)] if big else sets_for(tokens, blocks)[:16]
         live = []
         for config in SWEEP:
-            name = "-".join(
-                map(str, (config.warps, config.group, int(config.prefetch), config.programs, config.maxnreg))
-            )
+            if time.time() > end:
+                print("time is up", flush=True)
+                return
+            if not big and config.programs and tokens < 512:
+                continue  # persistent programs have one token each there
 
             def one(config: kernel.Config = config) -> dict[str, Any]:
                 check(tokens, blocks, config)
@@ -178,8 +193,8 @@ def sweep(out: Path) -> None:
                     us = time_pair_graph([[lambda s=s: s.ours(config) for s in sets]], iters=8)[0]
                 return {"us": us}
 
-            row = results.row(f"T{tokens}-n{blocks} {name}", one) or {}
-            live.append((row.get("us", float("inf")), name, row.get("error", "")))
+            row = results.row(f"T{tokens}-n{blocks} {name_of(config)}", one, redo=True) or {}
+            live.append((row.get("us", float("inf")), name_of(config), row.get("error", "")))
         live.sort()
         floor = floor_bytes(tokens, blocks) / 4.27e12 * 1e6
         best = "; ".join(f"{name} {us:.2f}" for us, name, _ in live[:4])
@@ -189,9 +204,10 @@ def sweep(out: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--seconds", type=float, default=80, help="of the sweep, compiling included")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if options.sweep:
-        sweep(options.out)
+        sweep(options.out, options.seconds)
     else:
         run(options.out, [])

@@ -39,11 +39,18 @@ DTYPE = torch.bfloat16
 # ------------------------------------------------------------------------------------------------------------ compiling
 
 
-def compile_worker(index: int, count: int) -> None:
+def wanted(point: Point, slices: Sequence[str]) -> bool:
+    """Whether a case is asked for: its key contains one of ``slices``, or there are none."""
+    return not slices or any(part in "x".join(map(str, point)) for part in slices)
+
+
+def compile_worker(index: int, count: int, slices: Sequence[str]) -> None:
     """Run every count-th variant once, so that its binary is in the disk cache."""
     seen: set[Any] = set()
     for m in BATCHES:
         for n, k in points():
+            if not wanted((m, n, k), slices):
+                continue
             for config in candidates(m, n, k):
                 key = variant(config, m, n, k)
                 if key in seen:
@@ -178,25 +185,25 @@ def measure(case: Case, runners: dict[str, Runner], bandwidth: float, finalists:
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def cute_jobs() -> dict[tuple[Any, int], list[Point]]:
+def cute_jobs(slices: Sequence[str]) -> dict[tuple[Any, int], list[Point]]:
     """(configuration, 8-row tiles) -> the (M, N, K) it is tried at; empty where the CuTe DSL cannot be used."""
     from k3_nvidia.kernels import skinny_cute
 
     jobs: dict[tuple[Any, int], list[Point]] = {}
     if skinny_cute.available()[0]:
         for m in BATCHES:
-            for n, k in points():
+            for n, k in (point for point in points() if wanted((m, *point), slices)):
                 for config in skinny_cute.candidates(m, n, k):
                     jobs.setdefault((config, skinny_cute.columns(m)), []).append((m, n, k))
     return jobs
 
 
-def cute_shard(path: Path, index: int, count: int, deadline: float) -> None:
+def cute_shard(path: Path, index: int, count: int, deadline: float, slices: Sequence[str]) -> None:
     """Compile every count-th CuTe binary, then, when the GPU is free, check and time each where it is tried."""
     from k3_nvidia.kernels import skinny_cute
 
     mine: dict[Point, dict[str, Runner]] = {}
-    for number, ((config, columns), tried) in enumerate(cute_jobs().items()):
+    for number, ((config, columns), tried) in enumerate(cute_jobs(slices).items()):
         if number % count != index:
             continue
         try:
@@ -257,13 +264,13 @@ def sweep_points(results: harness.Results, deadline: float, slices: Sequence[str
     """Every point (whose key contains one of ``slices``) with the Triton kernels until the deadline."""
     names = points()
     bandwidth = harness.copy_bandwidth()
-    results.record |= {"copy_bytes_per_s": bandwidth, "dtype": str(DTYPE), "rule": __doc__}
+    results.record["copy_bytes_per_s"] = bandwidth
     pool = random_pool()
     print(f"copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     for m in BATCHES:
         for (n, k), who in names.items():
             key = f"{m}x{n}x{k}"
-            if slices and not any(part in key for part in slices):
+            if not wanted((m, n, k), slices):
                 continue
             if time.time() > deadline:
                 results.record["unfinished"] = True
@@ -316,13 +323,14 @@ def everything(path: Path, budget: float, slices: Sequence[str] = (), cute_only:
     end = start + budget
     path.parent.mkdir(parents=True, exist_ok=True)
     count = max(1, min(14, (os.cpu_count() or 2) - 2))
-    command = [sys.executable, __file__, "--out", str(path)]
+    command = [sys.executable, __file__, "--out", str(path), *(word for part in slices for word in ("--slice", part))]
     jobs = 0 if cute_only else count
     workers = [subprocess.Popen([*command, "--worker", str(i), str(count)]) for i in range(jobs)]
     for worker in workers:
         worker.wait(timeout=budget)
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
-    results = harness.Results(path, resume=cute_only)
+    results = harness.Results(path, resume=cute_only or bool(slices))
+    results.record |= {"dtype": str(DTYPE), "rule": __doc__}
     with gpu_lock(path):
         shards = [
             subprocess.Popen([*command, "--cute", str(i), str(count), str(end - 4)])
@@ -369,19 +377,20 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="measure nothing: write the tuning table from the results in --out")
     parser.add_argument("--summary", type=Path, help="measure nothing: write the page's rows from the results in --out")
     parser.add_argument("--cute-only", action="store_true", help="add the CuTe kernels to the Triton rows in --out")
+    parser.add_argument("--slice", action="append", default=[], help="add only cases whose MxNxK contains this")
     parser.add_argument("--worker", type=int, nargs=2, help="(internal) compile a part")
     parser.add_argument("--cute", type=float, nargs=3, help="(internal) shard, shards, until when")
     a = parser.parse_args()
     if a.worker:
-        compile_worker(*a.worker)
+        compile_worker(*a.worker, a.slice)
     elif a.cute:
-        cute_shard(a.out, int(a.cute[0]), int(a.cute[1]), a.cute[2])
+        cute_shard(a.out, int(a.cute[0]), int(a.cute[1]), a.cute[2], a.slice)
     elif a.table:
         write_table(json.loads(a.out.read_text()), a.table)
     elif a.summary:
         publish(a.out, a.summary)
     else:
-        everything(a.out, a.budget, cute_only=a.cute_only)
+        everything(a.out, a.budget, a.slice, cute_only=a.cute_only)
 
 
 if __name__ == "__main__":

@@ -46,10 +46,9 @@ def projections(config: K3Config, ranks: int) -> dict[str, tuple[int, int]]:
         "mla.q_b_proj": (attention * text.qk_head_dim, text.q_lora_rank),
         "mla.kv_b_proj": (attention * (text.qk_nope_head_dim + text.v_head_dim), text.kv_lora_rank),
         "mla.o_proj": (hidden, attention * text.v_head_dim),
-        "latent.down": (latent, hidden),
+        "moe.in_proj": (pad(latent + 2 * shared), hidden),
         "latent.up": (hidden, latent),
         "latent.up sharded": (hidden // ranks, latent),
-        "shared.gate_up": (2 * shared, hidden),
         "shared.down": (hidden, shared),
         "dense.gate_up": (2 * dense, hidden),
         "dense.down": (hidden, dense),
@@ -158,12 +157,15 @@ def table_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_table(results: dict[str, Any], path: Path) -> None:
-    """``tuning/skinny.json`` from a results file; other devices' tables in it stay. The router has its own kernel."""
+    """``tuning/skinny.json`` from a results file; other devices' tables in it stay.
+
+    The router and, for few rows, KDA's f_b have kernels of their own.
+    """
     environment = results["environment"]
     rows = [
         table_row(row)
         for row in results["rows"].values()
-        if "marginal" in row and not all(name.endswith("router") for name in row["projections"])
+        if "marginal" in row and not all(name.endswith(("router", "f_b_proj")) for name in row["projections"])
     ]
     rows.sort(key=lambda row: (row["n"], row["k"], row["m"]))
     data = json.loads(path.read_text())

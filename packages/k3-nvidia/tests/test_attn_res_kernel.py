@@ -46,6 +46,8 @@ VARIANTS = [
     dict(chunk=1024, warps=8, group=3, prefetch=True, programs=1),
     dict(chunk=1024, warps=16, group=5, prefetch=False, programs=0),
     dict(chunk=64, warps=4, group=1, prefetch=True, programs=1),
+    dict(chunk=1024, warps=8, group=1, prefetch=False, programs=2, ring=4),
+    dict(chunk=64, warps=4, group=1, prefetch=False, programs=0, ring=3),
 ]
 
 
@@ -66,6 +68,26 @@ def case_ids() -> tuple[str, ...]:
 def index_of(case_id: str) -> int:
     """The interpreter is slow: there, every case is run by one variant, not by all."""
     return case_ids().index(case_id)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
+def test_a_token_of_nan_stays_alone(variant):
+    """Programs walk several tokens: nothing of one may reach the next, whatever it held."""
+    tokens, blocks, hidden = 6, 2, 64
+    prefix, delta = torch.randn(tokens, hidden, device=DEVICE), torch.randn(tokens, hidden, device=DEVICE)
+    bank, norm, proj = torch.randn(tokens, 3, hidden, device=DEVICE), *torch.randn(2, hidden, device=DEVICE)
+    config = kernel.Config(**{**variant, "programs": 1})
+    results = []
+    for poison in (False, True):
+        p, d, b = prefix.clone(), delta.clone(), bank.clone()
+        if poison:
+            d[0], b[2, 1], p[5] = float("nan"), float("inf"), float("nan")
+        results.append(
+            kernel.attn_res(p, d, b, norm, proj, 1e-5, blocks, output_norm_weight=norm, output_norm_eps=1e-5,
+                            config=config)
+        )  # fmt: skip
+    assert torch.equal(results[0][[1, 3, 4]], results[1][[1, 3, 4]])
+    assert results[1][[0, 2, 5]].isnan().all()
 
 
 def test_tuned_choice_covers_every_size():

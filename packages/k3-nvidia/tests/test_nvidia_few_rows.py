@@ -105,6 +105,7 @@ def test_warm_up_meets_every_row_count_once(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("asked", "device", "backend", "invariant", "count"),
     [
+        (None, "a GPU", "auto", "0", 1),
         ("1", "a GPU", "auto", "0", 1),
         ("0", "a GPU", "auto", "0", 0),
         ("1", "another GPU", "auto", "0", 0),
@@ -113,17 +114,21 @@ def test_warm_up_meets_every_row_count_once(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_install(
-    monkeypatch: pytest.MonkeyPatch, asked: str, device: str, backend: str, invariant: str, count: int
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, device: str, backend: str, invariant: str, count: int
 ) -> None:
-    monkeypatch.setenv("K3_FEW_ROWS", asked)
+    if asked is None:
+        monkeypatch.delenv("K3_FEW_ROWS", raising=False)
+    else:
+        monkeypatch.setenv("K3_FEW_ROWS", asked)
     method = SimpleNamespace(apply=lambda layer, x, bias=None: x)
     usual = method.apply
     layer = SimpleNamespace(weight=torch.zeros(24, 64).half(), quant_method=method)
     other = SimpleNamespace(weight=torch.zeros(24, 32).half(), quant_method=SimpleNamespace(apply=usual))
     monkeypatch.setattr(few_rows, "_linears", lambda model: [layer, other])
+    model = torch.nn.Module()
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     config = SimpleNamespace(kernel_config=SimpleNamespace(linear_backend=backend))
-    assert few_rows.install(None, config, device) == count  # type: ignore[arg-type]
+    assert few_rows.install(model, config, device) == count
     assert isinstance(method.apply, few_rows.FewRows) == bool(count)
     assert other.quant_method.apply is usual
 
@@ -135,6 +140,56 @@ def test_an_empty_table_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(few_rows, "_linears", lambda model: pytest.fail("looked at the layers"))
     assert few_rows.install(None, None, "a GPU") == 0  # type: ignore[arg-type]
     tuning._winners.cache_clear()
+
+
+def finishes(model: torch.nn.Module) -> list[Any]:
+    return [module._finish for module in model.modules() if hasattr(module, "_finish")]
+
+
+@pytest.mark.usefixtures("small_table")
+def test_a_sum_joins_the_product_that_the_table_names() -> None:
+    calls: list[int] = []
+    apply, layer = hooked(calls)
+    wide = torch.randn(6, 40).bfloat16().to(DEVICE)
+    for rows, x in ((1, torch.randn(1, 64)), (6, torch.randn(6, 64))):
+        x, residual = x.bfloat16().to(DEVICE), wide[:rows, :24]
+        want = x.double() @ layer.weight.double().t() + residual.double()
+        got = apply.add(layer, x, residual)
+        assert got is not None
+        # Before hardware's one rounding there is none; the interpreter truncates, which is up to one step of bfloat16.
+        assert ((got.double() - want).abs() <= 2.0**-7 * want.abs() + 1e-3).all()
+    x = torch.randn(2, 64).bfloat16().to(DEVICE)
+    assert apply.add(layer, x, wide[:2, :24]) is None, "the library's rows are not the table's"
+    assert apply.add(layer, x[:1], wide[:1, :24].float()) is None
+    assert apply.add(layer, x[:1], torch.zeros(1, 48, device=DEVICE).bfloat16()[:, ::2]) is None
+    assert not calls
+
+
+def test_the_experts_last_product_adds_the_shared_result(nvidia_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
+    from nvidia_support import Group, build, groups, our_model, settle
+
+    from k3_core.checkpoint import CheckpointReader
+
+    with our_model(), groups(Group(), Group()):
+        model = build(settle(nvidia_tiny), CheckpointReader(nvidia_tiny).config).to(torch.bfloat16)
+    finish = finishes(model)[0]
+    n, k = finish.up.weight.shape
+    rows = [{"m": 4, "n": n, "k": k, "best": [{"kernel": "triton", "config": DOT}]}]
+    monkeypatch.setattr(tuning, "table", lambda: {"devices": {"a GPU": {"rows": rows}}})
+    tuning._winners.cache_clear()
+    few_rows.install(model, model.vllm_config, "a GPU")
+    tuning._winners.cache_clear()
+    assert all(finish.add for finish in finishes(model))
+    layer = finish.up.quant_method.apply
+    layer.usual = lambda layer, x, bias=None: x @ layer.weight.t()
+    layer.products = [None] + [lambda x, w, residual=None: x @ w.t() + residual + 1] * 4 + [None] * 12
+    routed, shared = torch.randn(2, k).bfloat16(), torch.randn(2, n).bfloat16()
+    normed = finish.norm(routed)
+    torch.testing.assert_close(finish.plus(routed, shared.clone()), normed @ finish.up.weight.t() + shared + 1)
+    many = torch.randn(9, k).bfloat16()
+    want = finish.up(finish.norm(many)) + 0.5
+    torch.testing.assert_close(finish.plus(many, torch.full((9, n), 0.5).bfloat16()), want)
 
 
 def test_the_layers_of_a_model_take_the_hook(nvidia_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +204,8 @@ def test_the_layers_of_a_model_take_the_hook(nvidia_tiny: Path, monkeypatch: pyt
     names = {id(module): name for name, module in model.named_modules()}
     found = {names[id(module)].split(".")[-1] for module in few_rows._linears(model)}
     assert found == {
-        "in_proj", "f_b_proj", "q_b_proj", "kv_b_proj", "o_proj", "routed_expert_down_proj", "routed_expert_up_proj",
-        "gate_up_proj", "down_proj", "lm_head",
+        "in_proj", "f_b_proj", "q_b_proj", "kv_b_proj", "o_proj", "routed_expert_up_proj", "gate_up_proj", "down_proj",
+        "lm_head",
     }  # fmt: skip
     monkeypatch.setenv("K3_FEW_ROWS", "1")
     layer = next(module for module in few_rows._linears(model) if names[id(module)].endswith("in_proj"))
@@ -161,6 +216,7 @@ def test_the_layers_of_a_model_take_the_hook(nvidia_tiny: Path, monkeypatch: pyt
     alike = [module for module in few_rows._linears(model) if tuple(module.weight.shape) == (n, k)]
     assert few_rows.install(model, model.vllm_config, "a GPU") == len(alike)
     layer.quant_method.apply.products = [None, lambda x, w: x @ w.t() + 1] + [None] * 15
+    assert not any(finish.add for finish in finishes(model)), "no size of the up projection is in this table"
     x = torch.randn(1, k).bfloat16()
     torch.testing.assert_close(layer(x), x @ layer.weight.t() + 1)
     tuning._winners.cache_clear()

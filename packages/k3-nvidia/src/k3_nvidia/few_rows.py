@@ -4,8 +4,8 @@ vLLM's linear layers stay what they are, weights included; only the function tha
 measured kernel is faster at this row count (:mod:`k3_nvidia.tuning.skinny`). The decision is a list look-up on the
 host by shapes that a CUDA graph fixes anyway: no synchronisation, and nothing at all where the table has no entry.
 
-``K3_FEW_ROWS=1`` turns it on. The kernels are measured and right on an H200, one by one; the layers have not yet run
-with them inside an engine there, and until they have, nobody meets them unasked.
+A product whose result another tensor is added to (the latent's up projection and the shared experts) adds it in the
+same launch. ``K3_FEW_ROWS=0`` turns all of it off: every product is then the library's.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from k3_core.vllm.serving.reductions import Finish
 from k3_nvidia.kernels.skinny_gemm import MAX_ROWS
 from k3_nvidia.tuning import skinny as tuning
 
 logger = logging.getLogger("vllm.plugins.k3")
 
-Product = Callable[[Tensor, Tensor], Tensor]
+#: (x, weight, tensor to add or None) -> product.
+Product = Callable[..., Tensor]
 #: vLLM's (layer, x, bias) -> product.
 Apply = Callable[..., Tensor]
 
 
 @functools.cache
 def _product(choice: tuning.Choice) -> Product:
-    """The function of a table entry: (x, weight) -> x W^T."""
+    """The function of a table entry: (x, weight, residual or None) -> x W^T + residual."""
     config: Any
     if choice.kernel == "cute":
         from k3_nvidia.kernels import skinny_cute
 
         config = skinny_cute.Config(**dict(choice.config))
-        return lambda x, weight: skinny_cute.skinny_cute(x, weight, config)
+        return lambda x, weight, residual=None: skinny_cute.skinny_cute(x, weight, config, residual)
     from k3_nvidia.kernels import skinny_gemm
 
     config = skinny_gemm.Config(**dict(choice.config))
-    return lambda x, weight: skinny_gemm.skinny_gemm(x, weight, config)
+    return lambda x, weight, residual=None: skinny_gemm.skinny_gemm(x, weight, config, residual)
 
 
 class FewRows:
@@ -53,15 +55,26 @@ class FewRows:
 
     def __call__(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N] as the layer's own method; operands that the kernels cannot take go to that."""
+        product = None if bias is not None else self._fitting(layer, x)
+        if product is None:
+            return self.usual(layer, x, bias)
+        return product(x, layer.weight)
+
+    def add(self, layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor | None:
+        """x W^T + residual [T, N], rounded once; None where no measured kernel takes the operands."""
+        product = self._fitting(layer, x)
+        if product is None or residual.stride(-1) != 1 or residual.dtype != x.dtype:
+            return None
+        return product(x, layer.weight, residual)
+
+    def _fitting(self, layer: nn.Module, x: Tensor) -> Product | None:
         rows = x.shape[0]
         product = self.products[rows] if rows <= MAX_ROWS and x.dim() == 2 else None
-        if product is None or bias is not None:
-            return self.usual(layer, x, bias)
+        if product is None:
+            return None
         weight: Tensor = layer.weight  # type: ignore[assignment]
         aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        if not aligned or weight.shape != self.size or x.dtype != weight.dtype:
-            return self.usual(layer, x, bias)
-        return product(x, weight)
+        return product if aligned and weight.shape == self.size and x.dtype == weight.dtype else None
 
 
 def _kernels() -> frozenset[str]:
@@ -87,10 +100,10 @@ def _linears(model: nn.Module) -> Iterator[Any]:
 def install(model: nn.Module, vllm_config: Any, device: str) -> int:
     """Put ``FewRows`` before every linear layer that the table of ``device`` names; returns how many.
 
-    Only where ``K3_FEW_ROWS=1`` asks for it, and not where the user asked for another product: batch-invariant results
-    or a linear backend by name.
+    Not with ``K3_FEW_ROWS=0``, and not where the user asked for another product: batch-invariant results or a linear
+    backend by name.
     """
-    if os.environ.get("K3_FEW_ROWS", "0") in ("", "0"):
+    if os.environ.get("K3_FEW_ROWS", "1") in ("", "0"):
         return 0
     if not tuning.measured(device) or os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         return 0
@@ -103,14 +116,27 @@ def install(model: nn.Module, vllm_config: Any, device: str) -> int:
         if any(choices):
             layer.quant_method.apply = FewRows(layer.quant_method.apply, (n, k), choices)
             count += 1
+    _install_sums(model)
     logger.info("Kimi K3: %d linear layers use measured kernels for up to %d rows", count, MAX_ROWS)
     return count
+
+
+def _install_sums(model: nn.Module) -> None:
+    """Let the experts' last product add the shared result."""
+    for module in model.modules():
+        finish = getattr(module, "_finish", None)
+        up = getattr(finish, "up", None)
+        if isinstance(finish, Finish) and up is not None and isinstance(up.quant_method.apply, FewRows):
+            finish.add = functools.partial(up.quant_method.apply.add, up)
 
 
 @torch.no_grad()
 def warm_up(model: nn.Module) -> None:
     """Compile what the installed layers can meet: every size once at every row count."""
     seen = set()
+    finishes = [getattr(module, "_finish", None) for module in model.modules()]
+    ups: list[Any] = [finish.up for finish in finishes if isinstance(finish, Finish) and finish.add is not None]
+    summed = {up.quant_method.apply.size for up in ups}
     for layer in model.modules():
         apply = getattr(getattr(layer, "quant_method", None), "apply", None)
         if not isinstance(apply, FewRows) or apply.size in seen:
@@ -119,4 +145,7 @@ def warm_up(model: nn.Module) -> None:
         weight: Tensor = layer.weight  # type: ignore[assignment]
         for rows in range(1, MAX_ROWS + 1):
             if apply.products[rows] is not None:
-                apply(layer, torch.zeros(rows, apply.size[1], dtype=weight.dtype, device=weight.device))
+                x = torch.zeros(rows, apply.size[1], dtype=weight.dtype, device=weight.device)
+                apply(layer, x)
+                if apply.size in summed:
+                    apply.add(layer, x, torch.zeros(rows, apply.size[0], dtype=weight.dtype, device=weight.device))

@@ -22,12 +22,12 @@ from k3_core.config import K3Config
 from k3_core.contracts.attn_res import Schedule
 from k3_core.vllm.processor import K3DummyInputsBuilder, K3MultiModalProcessor, K3ProcessingInfo
 from k3_core.vllm.serving.attn_res import Mix
-from k3_core.vllm.serving.mla_layer import LatentAttention
 from k3_core.vllm.serving.modules import GatedMLP, Loadable, below, norm
 from k3_core.vllm.serving.outer import MultimodalServing, TextServing
 from k3_core.vllm.serving.stack import TextStack
 from k3_nvidia import dispatch, warmup
 from k3_nvidia.kda import KimiDeltaAttention
+from k3_nvidia.mla import KimiLatentAttention
 from k3_nvidia.moe import MoE
 
 # ------------------------------------------------------------------------------------------------------ decoder layer
@@ -40,7 +40,7 @@ class DecoderLayer(Loadable):
         super().__init__()
         text = config.text
         self.index, self.schedule, self.eps = index, schedule, text.rms_norm_eps
-        attention = KimiDeltaAttention if text.layer_kind(index) == "kda" else LatentAttention
+        attention = KimiDeltaAttention if text.layer_kind(index) == "kda" else KimiLatentAttention
         self.self_attn = attention(text, vllm_config, f"{prefix}.self_attn")
         self.input_layernorm = norm(text.hidden_size, self.eps)
         self.post_attention_layernorm = norm(text.hidden_size, self.eps)

@@ -25,7 +25,12 @@ class MoE(MoeLayer):
     """A mixture-of-experts layer of one rank."""
 
     def __init__(self, config: K3Config, vllm_config: Any, prefix: str) -> None:
-        super().__init__(config, vllm_config, prefix, dispatch.choose, make_store, logits)
+        super().__init__(config, vllm_config, prefix, dispatch.choose, make_store, logits, one_input=True)
+        if self.routed_expert_norm is not None and dispatch.device()[0] == "cuda":
+            from k3_nvidia.kernels.glue import rms_norm
+
+            weight = self.routed_expert_norm.weight  # a parameter: loading fills it in place
+            self._finish.norm = lambda routed: rms_norm(routed, weight, config.text.rms_norm_eps)
         self._fused = self.operator.name == dispatch.KERNEL and self.gate.operator.name == dispatch.KERNEL
 
     def routed(self, x: Tensor, latent: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ How it gets near that bound (docs/notes/attn-res-hopper.md has the figures):
 - Rows are taken in groups of GROUP: the two sums of every row of a group go through one cross-warp reduction, and
   the running softmax (online, as in flash attention) is rescaled once a group.
 - Programs are persistent, and the first rows of the next token are loaded before the last reduction of this one.
+- Launched programmatically dependent: weights are read and folded while the kernel before ends, and the product that
+  follows may ask for its own weights meanwhile.
 
 All arithmetic is fp32; the prefix is rounded to bfloat16 before it is used as a source; the norm is applied to the fp32
 mix and rounded once.
@@ -20,10 +22,16 @@ mix and rounded once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from k3_core.operators.triton_host import Launcher
+from k3_nvidia.kernels.attn_res_ring import ring_kernel
+from k3_nvidia.kernels.glue import launch_options, pdl
 
 MAX_ROWS_A_GROUP = 5
 
@@ -182,7 +190,10 @@ def _attn_res_kernel(
     write_block,
     NUM_BLOCKS: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_WRITE: tl.constexpr, HAS_NORM: tl.constexpr,
     H: tl.constexpr, CHUNK: tl.constexpr, KC: tl.constexpr, GROUP: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     ROWS: tl.constexpr = NUM_BLOCKS + 1
     GROUPS: tl.constexpr = (ROWS + GROUP - 1) // GROUP
     step = tl.num_programs(0).to(tl.int64)
@@ -196,6 +207,8 @@ def _attn_res_kernel(
     if HAS_NORM:
         out_weight = _load_row(out_norm_ptr, H, CHUNK, KC, always)
     FIRST_END: tl.constexpr = GROUP if GROUP < ROWS else ROWS
+    if PDL:
+        gdc_wait()
     if PREFETCH:
         ahead = _load_group(
             token, token < num_tokens, prefix_ptr, delta_ptr, bank_ptr, prefix_stride, delta_stride, bank_stride,
@@ -258,6 +271,8 @@ class Config:
 
     chunk: elements of a row piece; warps; group: rows a reduction; prefetch: load the next token's first rows early;
     programs: persistent programs a multiprocessor (0: one program a token); maxnreg: register cap, None for none.
+    ring: rows in a ring of asynchronous copies (:mod:`k3_nvidia.kernels.attn_res_ring`; group and prefetch do not
+    matter then), 0 for rows in registers.
     """
 
     chunk: int
@@ -266,6 +281,10 @@ class Config:
     prefetch: bool
     programs: int
     maxnreg: int | None = None
+    ring: int = 0
+
+
+_registers, _ring = Launcher(_attn_res_kernel), Launcher(ring_kernel)
 
 
 def supports(
@@ -343,14 +362,22 @@ def attn_res(
     chosen = config or tuning.choose(tokens, num_blocks, hidden)
     chunk = min(chosen.chunk, triton.next_power_of_2(hidden))
     grid = tokens if chosen.programs == 0 else min(tokens, chosen.programs * tuning.multiprocessors(prefix.device))
-    _attn_res_kernel[(grid,)](
+    arguments = (
         out, prefix, delta if delta is not None else prefix, bank, norm_weight, proj_weight,
         output_norm_weight if output_norm_weight is not None else norm_weight,
         prefix.stride(0), delta.stride(0) if delta is not None else 0, bank.stride(0), bank.stride(1), tokens, eps,
         output_norm_eps if output_norm_eps is not None else 0.0, write_block if write_block is not None else 0,
-        NUM_BLOCKS=num_blocks, HAS_DELTA=delta is not None, HAS_WRITE=write_block is not None,
-        HAS_NORM=output_norm_weight is not None, H=hidden, CHUNK=chunk, KC=triton.cdiv(hidden, chunk),
-        GROUP=min(chosen.group, num_blocks + 1, MAX_ROWS_A_GROUP), PREFETCH=chosen.prefetch and grid < tokens,
-        num_warps=chosen.warps, maxnreg=chosen.maxnreg,
     )  # fmt: skip
+    constants: dict[str, Any] = {
+        "NUM_BLOCKS": num_blocks, "HAS_DELTA": delta is not None, "HAS_WRITE": write_block is not None,
+        "HAS_NORM": output_norm_weight is not None, "H": hidden, "CHUNK": chunk, "KC": triton.cdiv(hidden, chunk),
+    }  # fmt: skip
+    options = {"num_warps": chosen.warps, "maxnreg": chosen.maxnreg, **launch_options(pdl(prefix))}
+    if chosen.ring:
+        _ring((grid,), *arguments, **constants, STAGES=chosen.ring, **options)
+        return out
+    constants |= {
+        "GROUP": min(chosen.group, num_blocks + 1, MAX_ROWS_A_GROUP), "PREFETCH": chosen.prefetch and grid < tokens,
+    }  # fmt: skip
+    _registers((grid,), *arguments, **constants, **options)
     return out

@@ -14,13 +14,22 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels.experts_gemm import gated_act
+from k3_nvidia.kernels.glue import launch_options, pdl
 
 
 @triton.jit
-def situ_kernel(x_ptr, out_ptr, width, beta, linear_beta, stride_x, stride_out, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def situ_kernel(
+    x_ptr, out_ptr, width, beta, linear_beta, stride_x, stride_out, ACT: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Program (row, column block)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -28,6 +37,9 @@ def situ_kernel(x_ptr, out_ptr, width, beta, linear_beta, stride_x, stride_out, 
     up = tl.load(x_ptr + row * stride_x + width + column, mask=inside, other=0.0).to(tl.float32)
     y = gated_act(gate, up, beta, linear_beta, ACT)
     tl.store(out_ptr + row * stride_out + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+_situ = Launcher(situ_kernel)
 
 
 def activation_code(hidden_act: str, beta: float | None, linear_beta: float | None) -> tuple[int, float, float]:
@@ -55,9 +67,10 @@ def situ_and_mul(
         return out
     act, b, lb = activation_code("situ", beta, linear_beta)
     block = min(1024, triton.next_power_of_2(width))
-    situ_kernel[(tokens, triton.cdiv(width, block))](
-        x, out, width, b, lb, x.stride(0), out.stride(0), ACT=act, BLOCK=block, num_warps=4
-    )
+    _situ(
+        (tokens, triton.cdiv(width, block)), x, out, width, b, lb, x.stride(0), out.stride(0), ACT=act, BLOCK=block,
+        num_warps=4, **launch_options(pdl(x)),
+    )  # fmt: skip
     return out
 
 

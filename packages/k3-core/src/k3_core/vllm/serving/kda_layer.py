@@ -106,13 +106,17 @@ class KdaLayer(Loadable, MambaBase):
         """qkv [T, 3 N D] before the convolution, z [T, N, D], beta fp32 [T, N] and the gate's logits [T, N, D]."""
         projected = self.in_proj(x)
         heads = (-1, self.head_dim)
-        z = self.f_b_proj(self.rows.columns(projected, "f_a_proj")).unflatten(-1, heads)
+        z, beta = self.decays(self.rows.columns(projected, "f_a_proj"), self.rows.columns(projected, "b_proj"))
+        z = z.unflatten(-1, heads)
         if self.full_rank_gate:
             gate = self.rows.columns(projected, "g_proj").unflatten(-1, heads)
         else:
             gate = self.g_b_proj(self.rows.columns(projected, "g_a_proj")).unflatten(-1, heads)
-        beta = torch.sigmoid(self.rows.columns(projected, "b_proj").float())
         return self.rows.columns(projected, "q_proj", "v_proj"), z, beta, gate
+
+    def decays(self, low: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(z [T, N D] of the low rank f_a [T, D], beta fp32 [T, N] of its logits); a vendor may make it one launch."""
+        return self.f_b_proj(low), torch.sigmoid(logits.float())
 
     @eager_break_during_capture
     def _attend(self, qkv: Tensor, z: Tensor, beta: Tensor, gate: Tensor, out: Tensor) -> None:
@@ -156,12 +160,18 @@ class KdaLayer(Loadable, MambaBase):
         conv_state, recurrent_state = self.states()
         plan = {} if p.plan is None else {"plan": p.plan}
         where = (p.slots, p.cu_seqlens, p.has_initial_state)
-        mixed = self._short_conv(qkv[part], self.conv_weight, conv_state, *where, **plan)
-        q, k, v = (third.unflatten(-1, (-1, self.head_dim)) for third in mixed.chunk(3, dim=-1))
+        q, k, v = self._convolved(qkv[part], conv_state, where, plan)
         o = self._prefill(
             q, k, v, z[part], beta[part], self.A_log, self.dt_bias, self.lower_bound, recurrent_state, *where, **plan
         )
         self._gated_norm(o, gate[part], self.o_norm_weight, self.eps, out=out[part])
+
+    def _convolved(
+        self, qkv: Tensor, conv_state: Tensor, where: tuple[Tensor, ...], plan: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """q, k and v [T, N, D] after the convolution; a vendor may lay them out as its prefill kernels like best."""
+        mixed = self._short_conv(qkv, self.conv_weight, conv_state, *where, **plan)
+        return tuple(third.unflatten(-1, (-1, self.head_dim)) for third in mixed.chunk(3, dim=-1))
 
     def states(self) -> tuple[Tensor, Tensor]:
         """The pools: conv_state [slots, channels, columns] in either layout, and recurrent_state [slots, N, V, K]."""

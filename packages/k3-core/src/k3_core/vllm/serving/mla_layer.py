@@ -96,28 +96,40 @@ class LatentAttention(Loadable):
         """Normed hidden states [T, H] -> [T, H]; zeros where the step has no metadata and in padding rows."""
         text = self.text
         projected = self.in_proj(x)
-        if text.q_lora_rank is None:
-            q = self.rows.columns(projected, "q_proj")
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.rows.columns(projected, "q_a_proj")))
         latent, shared = self.rows.columns(projected, "kv_a_proj_with_mqa").split(
             [text.kv_lora_rank, text.qk_rope_head_dim], dim=-1
         )
+        low = None if text.q_lora_rank is None else self.rows.columns(projected, "q_a_proj")
+        low, latent, out = self.norms(low, latent)
+        q = self.rows.columns(projected, "q_proj") if low is None else self.q_b_proj(low)
         q = q.view(-1, q.shape[-1] // text.qk_head_dim, text.qk_head_dim)
         if q.shape[1] < self.attention_heads:
             q = functional.pad(q, (0, 0, 0, self.attention_heads - q.shape[1]))
-        attention = self._attend(q, self.kv_a_layernorm(latent), shared.unsqueeze(1))
+        attention = self._attend(q, latent, shared.unsqueeze(1), out)
         attention = attention[:, : self.heads * text.v_head_dim]
         if text.mla_use_output_gate:
-            # The sigmoid and the product are each rounded to the model's dtype, as released.
-            attention = attention * torch.sigmoid(self.rows.columns(projected, "g_proj"))
+            attention = self.gated(attention, self.rows.columns(projected, "g_proj"))
         result: Tensor = self.o_proj(attention)
         return result
 
-    def _attend(self, q: Tensor, latent: Tensor, shared: Tensor) -> Tensor:
-        """Attention [T, N * v] of q [T, N, nope + rope], padding included; writes latent [T, R], shared [T, 1, .]."""
+    def norms(self, low: Tensor | None, latent: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Norms of the queries' low rank (if there is one) and of the latent, and zeros [T, N * v] for the attention.
+
+        The zeros include the heads of the padding. A vendor may make it one launch.
+        """
+        normed = None if low is None else self.q_a_layernorm(low)
         width = self.attention_heads * self.text.v_head_dim
-        out = q.new_zeros(q.shape[0], width)
+        return normed, self.kv_a_layernorm(latent), latent.new_zeros(latent.shape[0], width)
+
+    def gated(self, attention: Tensor, gate: Tensor) -> Tensor:
+        """attention * sigmoid(gate): sigmoid and product are each rounded to the model's dtype, as released."""
+        return attention * torch.sigmoid(gate)
+
+    def _attend(self, q: Tensor, latent: Tensor, shared: Tensor, out: Tensor) -> Tensor:
+        """Attention [T, N * v] of q [T, N, nope + rope], padding included; writes latent [T, R], shared [T, 1, .].
+
+        out: zeros of the result's shape.
+        """
         if not _known(self.attention_name):
             return out
         attn = self.attn

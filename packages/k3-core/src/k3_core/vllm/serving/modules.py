@@ -110,25 +110,43 @@ class Activation(nn.Module):
 
 
 class GatedMLP(Loadable):
-    """act(x Wg^T, x Wu^T) Wd^T cut along its width: the dense layer and, unreduced, the shared experts."""
+    """act(x Wg^T, x Wu^T) Wd^T cut along its width: the dense layer and, unreduced, the shared experts.
 
-    def __init__(self, text: TextConfig, width: int, prefix: str, choose: Choose, *, reduce: bool = True) -> None:
+    own_inputs: False where another matrix has the gate and up rows; then only ``finish`` computes.
+    """
+
+    def __init__(
+        self,
+        text: TextConfig,
+        width: int,
+        prefix: str,
+        choose: Choose,
+        *,
+        reduce: bool = True,
+        own_inputs: bool = True,
+    ) -> None:
         super().__init__()
         size, _ = tp()
-        self.width = width // size
-        self.gate_up_proj = local_linear(text.hidden_size, 2 * self.width, f"{prefix}.gate_up_proj")
+        self.width, self.own_inputs = width // size, own_inputs
+        if own_inputs:
+            self.gate_up_proj = local_linear(text.hidden_size, 2 * self.width, f"{prefix}.gate_up_proj")
         self.down_proj = row_parallel(width, text.hidden_size, f"{prefix}.down_proj", reduce=reduce)
         self.act = Activation(text, self.width, choose)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]; this rank's share where the results are not reduced."""
-        result: Tensor = self.down_proj(self.act(self.gate_up_proj(x)))
+        return self.finish(self.gate_up_proj(x))
+
+    def finish(self, gate_up: Tensor) -> Tensor:
+        """Activation and down projection of [T, 2 I] gate and up rows -> [T, H]."""
+        result: Tensor = self.down_proj(self.act(gate_up))
         return result
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Gate rows, then up rows."""
-        yield "gate_proj.weight", self.gate_up_proj.weight[: self.width]
-        yield "up_proj.weight", self.gate_up_proj.weight[self.width :]
+        if self.own_inputs:
+            yield "gate_proj.weight", self.gate_up_proj.weight[: self.width]
+            yield "up_proj.weight", self.gate_up_proj.weight[self.width :]
         yield "down_proj.weight", self.down_proj.weight
 
 

@@ -25,7 +25,7 @@ from k3_core.operators import Implementation
 from k3_core.vllm.serving import reductions
 from k3_core.vllm.serving.dispatch import Choose
 from k3_core.vllm.serving.experts import RoutedExperts, Store
-from k3_core.vllm.serving.modules import GatedMLP, Loadable, below, local_linear, norm, parameter, tp
+from k3_core.vllm.serving.modules import GatedMLP, Loadable, Rows, below, local_linear, norm, parameter, tp
 
 #: (x [T, H], weight [A, H]) -> logits fp32 [T, A] of products that are not rounded before their sum.
 Logits = Callable[[Tensor, Tensor], Tensor]
@@ -71,7 +71,8 @@ class Router(Loadable):
 class MoeLayer(Loadable):
     """A mixture-of-experts layer of one rank.
 
-    choose, make_store, logits: the vendor's operators, expert layouts and router product.
+    choose, make_store, logits: the vendor's operators, expert layouts and router product. one_input: the latent's down
+    projection and the shared experts' gate and up rows are one matrix, ``in_proj``, that reads x once.
     """
 
     def __init__(
@@ -82,10 +83,14 @@ class MoeLayer(Loadable):
         choose: Choose,
         make_store: MakeStore,
         logits: Logits = router_logits,
+        *,
+        one_input: bool = False,
     ) -> None:
         super().__init__()
         text = config.text
         size, rank = tp()
+        has_both = text.routed_expert_hidden_size is not None and text.num_shared_experts > 0
+        self.one_input = one_input and has_both
         parallel = vllm_config.parallel_config
         self.text, self.rank = text, rank
         self.expert_parallel = bool(parallel.enable_expert_parallel) and size > 1
@@ -122,14 +127,23 @@ class MoeLayer(Loadable):
         self.routed_expert_norm = None
         if latent is not None:
             name = f"{prefix}.routed_expert"
-            self.routed_expert_down_proj = local_linear(text.hidden_size, latent, f"{name}_down_proj")
+            if self.one_input:
+                self.rows = Rows()
+                self.rows.add("routed_expert_down_proj", latent)
+                for half in ("gate_proj", "up_proj"):
+                    self.rows.add(f"shared_experts.{half}", text.shared_intermediate_size // size)
+                self.in_proj = local_linear(text.hidden_size, self.rows.padded, f"{prefix}.in_proj")
+                self.in_proj.weight.data[self.rows.total :].zero_()
+            else:
+                self.routed_expert_down_proj = local_linear(text.hidden_size, latent, f"{name}_down_proj")
             self.routed_expert_up_proj = local_linear(latent, self.up_rows, f"{name}_up_proj")
             if text.latent_moe_use_norm:
                 self.routed_expert_norm = norm(latent, text.rms_norm_eps)
         self.shared_experts = None
         if text.num_shared_experts:
+            width, own = text.shared_intermediate_size, not self.one_input
             self.shared_experts = GatedMLP(
-                text, text.shared_intermediate_size, f"{prefix}.shared_experts", choose, reduce=False
+                text, width, f"{prefix}.shared_experts", choose, reduce=False, own_inputs=own
             )
         up = self.routed_expert_up_proj if latent is not None else None
         self._finish = reductions.Finish(self.routed_expert_norm, up)
@@ -138,9 +152,16 @@ class MoeLayer(Loadable):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normed hidden states [T, H] -> [T, H]."""
-        latent = x if self.text.routed_expert_hidden_size is None else self.routed_expert_down_proj(x)
-        routed = self.routed(x, latent)
-        shared = None if self.shared_experts is None else self.shared_experts(x)
+        if self.one_input:
+            assert self.shared_experts is not None
+            both = self.in_proj(x)
+            routed = self.routed(x, self.rows.columns(both, "routed_expert_down_proj"))
+            gate_up = self.rows.columns(both, "shared_experts.gate_proj", "shared_experts.up_proj")
+            shared: Tensor | None = self.shared_experts.finish(gate_up)
+        else:
+            latent = x if self.text.routed_expert_hidden_size is None else self.routed_expert_down_proj(x)
+            routed = self.routed(x, latent)
+            shared = None if self.shared_experts is None else self.shared_experts(x)
         if self.form == "none":
             return reductions.none(routed, shared, self._finish)
         if self.form == "merged":
@@ -168,8 +189,11 @@ class MoeLayer(Loadable):
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Where the checkpoint's tensors go, the routed experts apart."""
         yield from below("gate", self.gate)
-        if self.text.routed_expert_hidden_size is not None:
+        if self.one_input:
+            yield from self.rows.parts(self.in_proj.weight)
+        elif self.text.routed_expert_hidden_size is not None:
             yield from below("routed_expert_down_proj", self.routed_expert_down_proj)
+        if self.text.routed_expert_hidden_size is not None:
             yield from below("routed_expert_up_proj", self.routed_expert_up_proj)
         if self.routed_expert_norm is not None:
             yield from below("routed_expert_norm", self.routed_expert_norm)

@@ -137,11 +137,13 @@ def choose(facts: Facts, want: str | None = None) -> str:
 class Finish:
     """norm and up-projection after the sum: r [T, L] -> [T, H], or a slice of it; identity without a latent.
 
-    up: a linear layer whose ``weight`` is [H, L] (on a GPU; vLLM repacks weights on a CPU).
+    up: a linear layer whose ``weight`` is [H, L] (on a GPU; vLLM repacks weights on a CPU). add: a vendor's product
+    with a sum, (normed, shared) -> normed W_up^T + shared rounded once, or None for operands that it does not take.
     """
 
     norm: Callable[[Tensor], Tensor] | None
     up: Any | None
+    add: Callable[[Tensor, Tensor], Tensor | None] | None = None
 
     def __call__(self, routed: Tensor) -> Tensor:
         """Apply both."""
@@ -153,9 +155,15 @@ class Finish:
 
     def plus(self, routed: Tensor, shared: Tensor) -> Tensor:
         """The same plus ``shared`` [T, H], which may be changed; on a GPU the product adds it before it rounds."""
-        if self.up is None or not routed.is_cuda:
+        if self.up is None or not (routed.is_cuda or self.add):
             return self(routed) + shared
         normed = routed if self.norm is None else self.norm(routed)
+        added = None if self.add is None else self.add(normed, shared)
+        if added is not None:
+            return added
+        if not routed.is_cuda:
+            projected: Tensor = self.up(normed)
+            return projected + shared
         return shared.addmm_(normed, self.up.weight.t())
 
 

@@ -1,0 +1,93 @@
+"""Ahead-of-time compilation of the AttnRes and glue kernels for sm_90a: a script, because Triton decides at import
+whether it interprets. ``python glue_kernels_aot.py`` prints one JSON line a variant.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from k3_core.testing import triton_aot
+from k3_nvidia.kernels import attn_res, attn_res_ring, glue
+from k3_nvidia.tuning import attn_res as tuning
+
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+ROWS = ("out_ptr", "prefix_ptr", "delta_ptr", "bank_ptr", "norm_ptr", "proj_ptr", "out_norm_ptr")
+ROWS += ("z_ptr", "f_ptr", "b_ptr", "weight_ptr", "x_ptr", "gate_ptr", "q_ptr", "latent_ptr", "zero_ptr")
+ROWS += ("x_q_ptr", "x_latent_ptr", "weight_q_ptr", "weight_latent_ptr")
+TYPES = dict.fromkeys(ROWS, "*bf16") | {"beta_ptr": "*fp32", "eps": "fp32", "out_eps": "fp32"}
+HIDDEN = 7168
+
+Variant = tuple[str, Any, dict[str, Any], int, int | None]
+
+
+def variants() -> Iterator[Variant]:
+    """(name, kernel, constants, warps, register cap): AttnRes as the table has it at 1 and 8 blocks, then the rest."""
+    for max_tokens, _, config in tuning._table():
+        for blocks in (1, 8):
+            constants = {
+                "NUM_BLOCKS": blocks, "HAS_DELTA": True, "HAS_WRITE": False, "HAS_NORM": True, "H": HIDDEN, "PDL": True,
+                "CHUNK": config.chunk, "KC": -(-HIDDEN // config.chunk),
+            }  # fmt: skip
+            kernel: Any = attn_res_ring.ring_kernel
+            if config.ring:
+                constants["STAGES"] = config.ring
+            else:
+                kernel = attn_res._attn_res_kernel
+                constants |= {"GROUP": min(config.group, blocks + 1), "PREFETCH": config.prefetch}
+            yield f"attn_res {max_tokens} n{blocks}", kernel, constants, config.warps, config.maxnreg
+    ring = {
+        "NUM_BLOCKS": 8, "HAS_DELTA": True, "HAS_WRITE": True, "HAS_NORM": True, "H": HIDDEN, "PDL": True,
+        "CHUNK": 1024, "KC": 7, "STAGES": 4,
+    }  # fmt: skip
+    yield "ring", attn_res_ring.ring_kernel, ring, 8, None
+    product = {"BM": 16, "BN": 32, "K": 128, "KB": 128, "HB": 8, "TILES": 24, "PDL": True, "INTERPRET": False}
+    yield "kda_inputs", glue.kda_inputs_kernel, product, 2, None
+    yield "rms_norm", glue.rms_norm_kernel, {"BLOCK": 4096, "PDL": True}, 8, None
+    norms = {"BQ": 2048, "BL": 512, "BZ": 1024, "HAS_Q": True, "PDL": True}
+    yield "low_rank_norms", glue.low_rank_norms_kernel, norms, 4, None
+    yield "sigmoid_mul", glue.sigmoid_mul_kernel, {"BLOCK": 1024, "PDL": True, "INTERPRET": False}, 4, None
+    yield "sigmoid_fp32", glue.sigmoid_fp32_kernel, {"BR": 256, "BC": 8}, 4, None
+
+
+def main() -> None:
+    """One line a variant: registers, stack, spills, asynchronous copies, waits for the kernel before."""
+    seen = set()
+    for name, kernel, constants, warps, registers in variants():
+        key = (kernel.__name__, tuple(constants.items()), warps, registers)
+        if key in seen:
+            continue
+        seen.add(key)
+        types = TYPES | ({"out_ptr": "*fp32"} if kernel is glue.sigmoid_fp32_kernel else {})
+        options: dict[str, Any] = {"num_warps": warps}
+        if registers:
+            options["maxnreg"] = registers
+        if constants.get("PDL"):
+            options["launch_pdl"] = True
+        binary = triton_aot.compile_kernel(kernel, constants, options, ("cuda", 90, 32), types)
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            cubin.write_bytes(binary.asm["cubin"])
+            usage, sass = (
+                subprocess.run([BIN / tool, *flags, cubin], capture_output=True, text=True, check=True).stdout
+                for tool, flags in (("cuobjdump", ["-res-usage"]), ("nvdisasm", []))
+            )
+        used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert used is not None, usage
+        counts = {
+            "spills": r"\b(?:LDL|STL)\b", "copies": r"\bLDGSTS", "wait": r"\bACQBULK", "tensor_core": r"\bHG?MMA",
+        }  # fmt: skip
+        found = {what: len(re.findall(pattern, sass)) for what, pattern in counts.items()}
+        facts = {"registers": int(used[1]), "stack": int(used[2]), "shared": int(binary.metadata.shared)}
+        print(json.dumps({"name": name, "warps": warps, **facts, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
