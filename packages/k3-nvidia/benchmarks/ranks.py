@@ -1,0 +1,406 @@
+"""Do several ranks compute what one does? Engines over two GPUs of one host, and the forms of the MoE reduction timed.
+
+    python packages/k3-nvidia/benchmarks/ranks.py [--parts engines,reductions] [--modes eager,graphs]
+        [--forms merged,sharded,separate] [--kinds tp2,ep2] [--launch external,mp] [--seconds 560]
+
+engines: a tiny Kimi K3 with kernel-sized heads is served by one rank, then with tensor parallelism over two (tp2) and
+with whole experts distributed over them (ep2), each reduction form forced in turn, eager and with CUDA graphs; texts
+that are read in chunks, and images of several sizes in the same batch, which the ranks encode in parallel. tp2pp2 is
+four ranks, the pipeline cut inside a block of attention residuals; it runs on a CPU only.
+
+The rule: summing over ranks rounds at other places than one rank does, and a greedy token may then fall the other way
+where two are nearly equal. So (1) log probabilities of what was generated, teacher-forced against ``k3_core.reference``
+in fp32, are at most twice as far off as the bf16 reference's (as in gpu_smoke.py); (2) where a request first departs
+from the one-rank run, that run had the two tokens nearer to each other than twice the largest distance of the bf16
+reference, i.e. its own rounding could have turned them; (3) both ranks say the same, bit for bit. On a CPU in fp32:
+the same tokens, log probabilities within 2e-3 (1024 sums in another order, seen 1e-4).
+
+reductions: see bench_reductions.py.
+
+Every rank is a process of its own that this script starts, watches and stops (k3_core.vllm.testing.world); with
+"--launch external,mp" a case that fails as such ranks is tried again as ranks that vLLM starts (the wheels must be
+installed then: vLLM's processes find them by their entry points). Rows are written as
+they come to $OUT/ranks.jsonl (and printed); exit status 1 if a check failed or is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gpu_smoke
+import torch
+
+from k3_core.vllm.testing import world
+
+# NVLink multicast stays off whatever the machine says: a program that uses it can put a shared host's GPUs out of
+# service. vLLM's own all-reduce (peer to peer) and NCCL's rings and trees do not use it; the others here would.
+SAFE = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+#: Where a pipeline is cut: layers 0 and 1, then 2 to 4; blocks of attention residuals have three layers.
+SPLIT = {"VLLM_PP_LAYER_PARTITION": "2,3"}
+HERE = Path(__file__).parent
+LENGTHS, CPU_LENGTHS = (1, 5, 64, 65, 130, 300), (1, 65, 150)
+IMAGES = ([100, 70, 0], [40, 180, 1], [56, 56, 2])
+STEP_TOKENS = 128
+CPU_BOUND = 2e-3
+LOG = "ranks.jsonl"
+FORMS = ("merged", "sharded", "separate")
+
+
+def say(**values: Any) -> None:
+    """Print a row and append it to the results."""
+    print(json.dumps(values), flush=True)
+    if os.environ.get("OUT"):
+        with (Path(os.environ["OUT"]) / LOG).open("a") as log:
+            log.write(json.dumps(values) + "\n")
+
+
+def on_gpu() -> bool:
+    """Whether a GPU is here; asked without making a context in this process."""
+    return torch.cuda.device_count() > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- cases
+
+
+def checkpoint(work: Path) -> tuple[Path, int]:
+    """Write the checkpoint; (folder, id of the image pad). On a GPU half of its heads and experts fit the kernels."""
+    from k3_core.checkpoint import tiny_config, write_tiny
+
+    text = gpu_smoke.tiny_text("k3", kernels=on_gpu())
+    if text:
+        text["linear_attn_config"]["num_heads"] = 8
+        text |= {"num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 256}
+    config = tiny_config("k3", **text)
+    pad = config.media_placeholder_token_id
+    assert pad is not None
+    return write_tiny(work / "k3", config, seed=3, long_memory=True), pad
+
+
+def requests(pad: int) -> dict[str, Any]:
+    """Prompts of a case, with and without an image."""
+    ids = gpu_smoke.prompts(LENGTHS if on_gpu() else CPU_LENGTHS, seed=1)
+    more = gpu_smoke.prompts((4,) * len(IMAGES), seed=2)
+    pictured = [[*a[:2], pad, *a[2:]] for a in more]
+    return {
+        "prompts": ids + pictured,
+        "images": [None] * len(ids) + list(IMAGES),
+        "count": gpu_smoke.GENERATED,
+        "top": gpu_smoke.TOP,
+    }
+
+
+def case(name: str, folder: Path, asked: dict[str, Any], mode: str, **options: Any) -> dict[str, Any]:
+    """A case of k3_core.vllm.testing.rank_engine."""
+    common: dict[str, Any] = {
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "seed": 0,
+        "dtype": "bfloat16" if on_gpu() else "float32",
+        "disable_log_stats": True,
+    }
+    if on_gpu():
+        # A fixed cache: other programs may share the devices, so free memory says nothing.
+        common |= {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05}
+    common |= {"enforce_eager": True} if mode == "eager" else {"compilation_config": gpu_smoke.GRAPHS}
+    vendor = ["nvidia", "k3_nvidia"]
+    return {
+        "name": name,
+        "folder": str(folder),
+        "vendor": vendor,
+        "launch": "external",
+        "options": common | options,
+        **asked,
+    }
+
+
+def cases(kind: str, folder: Path, asked: dict[str, Any], modes: list[str], forms: list[str]) -> list[dict[str, Any]]:
+    """All cases of a kind: one, tp2, ep2 or tp2pp2."""
+    if kind == "one":
+        return [case(f"one {mode}", folder, asked, mode) for mode in modes]
+    sizes: dict[str, Any] = {"tensor_parallel_size": 2}
+    if kind == "ep2":
+        sizes["enable_expert_parallel"] = True
+    if kind == "tp2pp2":
+        sizes["pipeline_parallel_size"] = 2
+    return [
+        case(f"{kind} {form} {mode}", folder, asked, mode, additional_config={"k3_moe_reduction": form}, **sizes)
+        for mode in modes
+        for form in forms
+    ]
+
+
+def alone(rank: int) -> dict[str, str]:
+    """On a CPU: ranks with different names share no memory, so vLLM's collectives are gloo's."""
+    return {} if on_gpu() else {"VLLM_DIST_IDENT": f"k3-rank-{rank}"}
+
+
+def engines(todo: list[dict[str, Any]], processes: int, limits: argparse.Namespace) -> Iterator[world.Result]:
+    """Run cases; those that fail are tried with the next way to start ranks."""
+    for launch in limits.launch.split(",") if processes > 1 else ("external",):
+        external = launch == "external"
+        found = world.run(
+            [sys.executable, "-m", "k3_core.vllm.testing.rank_engine"],
+            [one | {"launch": launch} for one in todo],
+            processes if external else 1,
+            case_seconds=limits.case_seconds,
+            deadline=limits.deadline,
+            environment=SAFE | SPLIT,
+            per_rank=alone if external else lambda rank: {},
+        )
+        todo = []
+        for result in found:
+            if result.ranks is None:
+                todo.append(result.case)
+                say(part="engines", case=result.case["name"], launch=launch, ok=False, why=result.why[-3000:])
+            else:
+                yield result
+
+
+# ----------------------------------------------------------------------------------------------------------- comparison
+
+
+class Remembering:
+    """The reference, asked once for each text: most runs generate the same."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.known = model, {}
+
+    def logits(self, ids: Any, images: Any = None) -> Any:
+        """As ReferenceK3.logits."""
+        key = (tuple(ids.tolist()), None if images is None else images[0].tobytes())
+        if key not in self.known:
+            given = {} if images is None else {"images": images}
+            self.known[key] = self.model.logits(ids, **given)
+        return self.known[key]
+
+
+class Judge:
+    """Compares runs with the reference and with the run of one rank."""
+
+    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
+        from k3_core.reference import load_model
+        from k3_core.vllm.testing.rank_engine import noise_image
+
+        device = "cuda:0" if on_gpu() else "cpu"
+        self.prompts = asked["prompts"]
+        self.images = [None if size is None else noise_image(*size) for size in asked["images"]]
+        self.exact = Remembering(load_model(folder, torch.float32, device))
+        self.rounded = Remembering(load_model(folder, torch.bfloat16, device))
+
+    def against_reference(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """gpu_smoke's comparison of one run."""
+        shaped = [
+            SimpleNamespace(
+                outputs=[
+                    SimpleNamespace(
+                        token_ids=one["tokens"],
+                        logprobs=[
+                            {int(token): SimpleNamespace(logprob=value) for token, value in row.items()}
+                            for row in one["logprobs"]
+                        ],
+                    )
+                ]
+            )
+            for one in outputs
+        ]
+        result: dict[str, Any] = gpu_smoke.compare(shaped, self.prompts, self.exact, self.rounded, self.images)
+        return result
+
+
+def against_one(outputs: list[dict[str, Any]], one: list[dict[str, Any]], bound: float) -> dict[str, Any]:
+    """Where requests depart from the run of one rank, and how near the two tokens were to each other there."""
+    margins, distances, same = [], [], 0
+    for ours, theirs in zip(outputs, one, strict=True):
+        length = len(theirs["tokens"])
+        equal = next((i for i in range(length) if ours["tokens"][i] != theirs["tokens"][i]), length)
+        same += equal == length
+        # Rows up to the first departure have the same context.
+        for a, b in zip(ours["logprobs"][: equal + 1], theirs["logprobs"][: equal + 1], strict=True):
+            distances += [abs(a[token] - b[token]) for token in a.keys() & b.keys()]
+        if equal < length:
+            row = theirs["logprobs"][equal]
+            other = row.get(str(ours["tokens"][equal]), min(row.values()))
+            margins.append(row[str(theirs["tokens"][equal])] - other)
+    return {
+        "same_tokens": same,
+        "requests": len(one),
+        "margins": [round(m, 4) for m in margins],
+        "max_distance_from_one": max(distances),
+        "margin_bound": bound,
+        "ok": all(margin <= bound for margin in margins),
+    }
+
+
+def judge(result: world.Result, reference: Judge | None, one: list[dict[str, Any]]) -> bool:
+    """Write the row of a case; whether it is right."""
+    assert result.ranks is not None
+    name, ranks = result.case["name"], result.ranks
+    outputs = ranks[0]["outputs"]
+    row: dict[str, Any] = {
+        "part": "engines",
+        "case": name,
+        "launch": result.case["launch"],
+        "seconds": round(result.seconds, 1),
+        "start_s": ranks[0]["start_s"],
+        "generate_s": ranks[0]["generate_s"],
+        "facts": [rank["facts"] for rank in ranks],
+        "ranks_agree": all(rank["outputs"] == outputs for rank in ranks),
+    }
+    if result.before:
+        row["before"] = result.before[-600:]
+    checks = [row["ranks_agree"], as_asked(result)]
+    bound = 0.0
+    if reference is not None:
+        row["reference"] = reference.against_reference(outputs)
+        checks.append(row["reference"]["ok"])
+        bound = 2 * row["reference"]["max_bf16_reference"]
+    row["one"] = against_one(outputs, one, bound)
+    checks.append(row["one"]["ok"])
+    if reference is None:
+        checks.append(row["one"]["max_distance_from_one"] <= CPU_BOUND)
+    row["ok"] = all(checks)
+    say(**row)
+    return bool(row["ok"])
+
+
+def as_asked(result: world.Result) -> bool:
+    """Whether the model of every rank had the form, the experts and the layers that the case is about."""
+    assert result.ranks is not None
+    options = result.case["options"]
+    known = [rank["facts"] for rank in result.ranks]
+    if not known[0]:
+        return True  # ranks that vLLM started are not asked
+    form = options.get("additional_config", {}).get("k3_moe_reduction", "none")
+    right = all(facts["forms"] == [form] for facts in known)
+    right &= all(facts["expert_parallel"] == bool(options.get("enable_expert_parallel")) for facts in known)
+    if options.get("pipeline_parallel_size", 1) > 1:
+        # Stages differ, and the first ends inside a block of three layers.
+        right &= known[0]["layers"] != known[-1]["layers"] and known[0]["layers"][1] % 3 != 0
+    return bool(right)
+
+
+# ----------------------------------------------------------------------------------------------------------------- main
+
+
+def run_engines(limits: argparse.Namespace) -> bool:
+    """One rank, then each kind against it; True if every case ran and is right."""
+    modes = limits.modes.split(",") if on_gpu() else ["eager"]
+    forms = limits.forms.split(",")
+    right = True
+    with tempfile.TemporaryDirectory() as work:
+        folder, pad = checkpoint(Path(work))
+        asked = requests(pad)
+        alone_results = {}
+        for result in engines(cases("one", folder, asked, modes, forms), 1, limits):
+            alone_results[result.case["name"].split()[-1]] = result
+        found = []
+        for kind in limits.kinds.split(","):
+            todo = cases(kind, folder, asked, modes, forms if kind != "tp2pp2" else forms[:1])
+            results = list(engines(todo, 4 if kind == "tp2pp2" else 2, limits))
+            right &= len(results) == len(todo)
+            found += results
+        right &= compare_all(folder, asked, alone_results, found)
+    return right
+
+
+def compare_all(
+    folder: Path, asked: dict[str, Any], alone_results: dict[str, world.Result], found: list[world.Result]
+) -> bool:
+    """Rows of all cases, after the engines are gone from the devices."""
+    reference = Judge(folder, asked) if on_gpu() else None
+    right = True
+    for result in [*alone_results.values(), *found]:
+        mode = result.case["name"].split()[-1]
+        if mode not in alone_results:
+            say(part="engines", case=result.case["name"], ok=False, why=f"one rank did not run with {mode}")
+            right = False
+            continue
+        ranks = alone_results[mode].ranks
+        assert ranks is not None
+        right &= judge(result, reference, ranks[0]["outputs"])
+    return right
+
+
+def run_reductions(limits: argparse.Namespace) -> bool:
+    """Rows of bench_reductions.py, each token count a case."""
+    counts = [int(word) for word in limits.tokens.split(",")]
+    todo = [{"name": f"{count} tokens", "tokens": count, "ranks": limits.ranks} for count in counts]
+    right = True
+    for result in world.run(
+        [sys.executable, str(HERE / "bench_reductions.py")],
+        todo,
+        limits.ranks,
+        case_seconds=min(limits.case_seconds, 90),
+        deadline=limits.deadline,
+        environment=SAFE,
+        per_rank=alone,
+    ):
+        if result.ranks is None:
+            say(part="reductions", tokens=result.case["tokens"], ok=False, why=result.why[-3000:])
+            right = False
+            continue
+        for rows in zip(*result.ranks, strict=True):
+            # A collective is done when the last rank is: the slower one counts.
+            slowest = max(rows, key=lambda row: row.get("us", 0.0))
+            say(part="reductions", **slowest)
+            right &= bool(slowest["ok"])
+    return right
+
+
+def main() -> int:
+    """All wanted parts, each guarded."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default="engines,reductions")
+    parser.add_argument("--modes", default="eager,graphs")
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--kinds", default="tp2,ep2", help="tp2, ep2, tp2pp2")
+    parser.add_argument("--launch", default="external,mp")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192")
+    parser.add_argument("--ranks", type=int, default=2, help="of the reductions")
+    parser.add_argument("--case-seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=float(os.environ.get("K3_BENCH_SECONDS", 560)))
+    limits = parser.parse_args()
+    limits.deadline = time.monotonic() + limits.seconds
+    say(date=time.strftime("%Y-%m-%d", time.gmtime()), command=f"ranks.py --parts {limits.parts}", gpus=gpu_names())
+    parts = {"engines": run_engines, "reductions": run_reductions}
+    right = True
+    for name in limits.parts.split(","):
+        began = time.monotonic()
+        try:
+            ok = parts[name](limits)
+        except Exception:
+            traceback.print_exc()
+            ok = False
+        right &= ok
+        say(part=name, seconds=round(time.monotonic() - began, 1), ok=ok)
+    return 0 if right else 1
+
+
+def gpu_names() -> list[str]:
+    """Names of the devices that ranks will use."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
