@@ -1,14 +1,15 @@
-"""Milliseconds of the engine's steps: this wheel's model, or vLLM's own in a process of its own, by the same code.
+"""Milliseconds of the engine's steps: this wheel's model, or vLLM's own in processes of its own, by the same code.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 python packages/k3-nvidia/benchmarks/bench_engine.py
-        [--shape tp8] [--impl upstream] [--experts marlin] [--profile]
+    python packages/k3-nvidia/benchmarks/bench_engine.py [--shape tp8] [--impl upstream] [--experts marlin]
 
 8 layers (6 KDA, 2 MLA; 1 dense, 7 MoE) in the shapes of one rank of TP16 or TP8 with random weights, made on the
-device, with CUDA graphs: a decoding step for several batch sizes and a prompt of several lengths. ``ms`` is the wall
-clock of the engine, scheduling and output processing of this one process included; ``model_ms`` is what the device
-needs from the start of a step's model to its end (events around the runner's execution, medians). vLLM's experts are
-Humming's, or with ``--experts marlin`` Marlin's: the rival of a row is the faster of the two. Alternate the processes.
-Appends JSON lines to gpu_smoke.jsonl in $OUT.
+device, with CUDA graphs, in an engine as ``vllm serve`` runs it (a process of its own, asynchronous scheduling): a
+decoding step for several batch sizes and a prompt of several lengths. ``ms`` is the wall clock a user sees, scheduling
+and output processing included; ``device_ms`` is the time the device worked in a step (from a trace of another run of
+the same batch; waits for the host are left out, see ``engine_worker.spans``). vLLM's experts are what it chooses on
+this device (Humming on Hopper), or with ``--experts marlin`` Marlin: the rival of a row is the faster of the two.
+Alternate the processes. What an engine needs after its weights stands in its log ("init engine ... took").
+Appends JSON lines to engine.jsonl in $OUT.
 """
 
 from __future__ import annotations
@@ -19,17 +20,24 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Before gpu_smoke, which keeps the engine in this process: here it runs as it is installed.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of engine_worker are sent to it
+
+import engine_worker
 import gpu_smoke
 import torch
-from gpu_smoke import compiled_since, layer_lists, model_of, prompts, say, start, stop
+from gpu_smoke import layer_lists, prompts, say, start
+
+from k3_core.checkpoint import tiny_config, write_tiny
 
 
 def rank_config(tp: int = 16, layers: int = 8, experts: int = 896) -> Any:
     """One rank of the release under tensor parallelism: heads, widths and vocabulary divided, text only."""
-    from k3_core.checkpoint import tiny_config
     from k3_core.config import load_config
 
     text = dict(tiny_config("k3").to_dict()["text_config"])
@@ -67,178 +75,115 @@ def rank_config(tp: int = 16, layers: int = 8, experts: int = 896) -> Any:
     return load_config(text)
 
 
-def randomise(model: Any) -> None:
-    """Weights of ordinary size and random experts, in place: graphs keep their addresses."""
-    from k3_core.vllm.serving.experts import RoutedExperts
-
-    for name, p in model.named_parameters():
-        if "norm" in name and p.dim() == 1:
-            p.data.fill_(1.0)
-        elif name.endswith("A_log"):
-            p.data.fill_(0.3)
-        elif name.endswith("dt_bias"):
-            p.data.uniform_(-4, 0)
-        elif name.endswith("e_score_correction_bias"):
-            p.data.zero_()
-        elif "scale" in name:  # of vLLM's packed experts, in whatever form its kernel wants
-            p.data.fill_(2.0**-8) if p.dtype.itemsize > 1 else p.data.view(torch.uint8).fill_(119)
-        elif not p.is_floating_point():
-            p.data.view(torch.uint8).random_(0, 256)
-        elif p.dim() > 0 and p.dtype.itemsize > 1:
-            p.data.normal_(0, 0.02)
-    for module in model.modules():
-        if isinstance(module, RoutedExperts):
-            for name, tensor in module.store.tensors().items():
-                raw = tensor.view(torch.uint8)
-                if name.startswith("s") or name.endswith("scale"):
-                    raw.random_(117, 121)
-                else:
-                    raw.random_(0, 256)
+BATCHES, LENGTHS = (1, 8, 32, 128), (1024, 8192, 32768)
+VOCABULARY = 512  # of the prompts; every shape has as many
 
 
-class Steps:
-    """Device time of every execution of the runner's model, from events recorded around it."""
-
-    def __init__(self, llm: Any) -> None:
-        self.events: list[tuple[Any, Any]] = []
-        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        honest = runner.execute_model
-
-        def execute_model(*args: Any, **kwargs: Any) -> Any:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            result = honest(*args, **kwargs)
-            end.record()
-            self.events.append((begin, end))
-            return result
-
-        runner.execute_model = execute_model
-
-    def take(self) -> list[float]:
-        """Milliseconds of the executions since the last call."""
-        torch.cuda.synchronize()
-        times = [begin.elapsed_time(end) for begin, end in self.events]
-        self.events.clear()
-        return times
-
-
-def decode_ms(llm: Any, device: Steps, batch: int, context: int, steps: int = 64) -> dict[str, float]:
-    """Milliseconds of a decoding step: what ``steps`` more tokens add to a whole batch, and the device's median."""
+def decode_ms(llm: Any, batch: int, context: int, steps: int = 64) -> dict[str, Any]:
+    """Milliseconds of a decoding step: what ``steps`` more tokens add to a whole batch, and the device's part."""
     from vllm import SamplingParams
 
-    requests = [{"prompt_token_ids": p} for p in prompts((context,) * batch, seed=batch, vocabulary=8192)]
+    requests = [{"prompt_token_ids": p} for p in prompts((context,) * batch, seed=batch, vocabulary=VOCABULARY)]
 
     def seconds(count: int) -> float:
         sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-        torch.cuda.synchronize()
         began = time.perf_counter()
         llm.generate(requests, sampling, use_tqdm=False)
-        torch.cuda.synchronize()
         return time.perf_counter() - began
 
     seconds(8)
     few = min(seconds(8) for _ in range(3))
-    device.take()
     many = min(seconds(8 + steps) for _ in range(3))
-    return {
-        "ms": round(1e3 * (many - few) / steps, 3),
-        "model_ms": round(statistics.median(device.take()), 3),
-    }
+    traced = [_traced(llm, lambda c=count: seconds(c)) for count in (8, 8 + steps)]
+    device = {k: round((traced[1][k] - traced[0][k]) / steps, 3) for k in ("device_ms", "launches")}
+    return {"ms": round(1e3 * (many - few) / steps, 3), **device, "kernels": traced[1]["kernels"]}
 
 
-def profile_step(llm: Any, batch: int) -> dict[str, Any]:
-    """Device time of a decoding step by kernel, in microseconds, the largest first."""
-    from torch.profiler import ProfilerActivity, profile
-    from vllm import SamplingParams
-
-    count = 24
-    requests = [{"prompt_token_ids": p} for p in prompts((128,) * batch, seed=9, vocabulary=8192)]
-    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-    with profile(activities=[ProfilerActivity.CUDA]) as traced:
-        llm.generate(requests, sampling, use_tqdm=False)
-        torch.cuda.synchronize()
-    rows = sorted(traced.key_averages(), key=lambda row: -row.self_device_time_total)
-    total = sum(row.self_device_time_total for row in rows)
-    top = {row.key[:60]: [round(row.self_device_time_total / count, 1), row.count] for row in rows[:24]}
-    return {"batch": batch, "device_us_a_step": round(total / count, 1), "kernels_us_and_count": top}
+def _traced(llm: Any, call: Callable[[], Any]) -> dict[str, Any]:
+    """Device milliseconds and launches of one call, and its largest kernels."""
+    llm.collective_rpc(engine_worker.start_profile)
+    call()
+    found = llm.collective_rpc(engine_worker.stop_profile, args=(1,))[0]
+    return {**found, "kernels": list(found["kernels_us_and_count"])[:6]}
 
 
-def prefill_ms(llm: Any, device: Steps, length: int, repeats: int = 5) -> dict[str, float]:
+def prefill_ms(llm: Any, length: int, repeats: int = 5) -> dict[str, Any]:
     """Median milliseconds of a request of ``length`` prompt tokens and one generated token, and the device's part."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-    times, parts = [], []
-    for repeat in range(repeats + 2):
-        prompt = prompts((length,), seed=100 + repeat, vocabulary=8192)[0]
-        torch.cuda.synchronize()
-        device.take()
+
+    def request(seed: int) -> float:
+        prompt = prompts((length,), seed=seed, vocabulary=VOCABULARY)[0]
         began = time.perf_counter()
         llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-        parts.append(sum(device.take()))
-    return {"ms": round(statistics.median(times[2:]), 2), "model_ms": round(statistics.median(parts[2:]), 2)}
+        return 1e3 * (time.perf_counter() - began)
+
+    times = [request(100 + repeat) for repeat in range(repeats + 2)]
+    traced = _traced(llm, lambda: request(99))
+    return {
+        "ms": round(statistics.median(times[2:]), 2),
+        "device_ms": round(traced["device_ms"], 2),
+        "kernels": traced["kernels"],
+    }
 
 
-def rank(work: Path, impl: str, tp: int, experts: str, profiled: bool = False) -> None:
-    """Times of the rank-shaped model, ours or (in a process of its own) vLLM's."""
+def rank(work: Path, impl: str, shape: str, experts: str) -> None:
+    """Times of the rank-shaped model, ours or (in processes of its own) vLLM's."""
     folder = work / "rank"
     folder.mkdir(parents=True, exist_ok=True)
-    config = rank_config(tp).to_dict()
-    who: dict[str, Any] = {"part": "rank", "shape": f"TP{tp} rank, 8 layers", "impl": impl, "experts": experts}
+    small = shape == "tiny"
+    config = (tiny_config("linear") if small else rank_config(int(shape[2:]))).to_dict()
+    who: dict[str, Any] = {"part": "rank", "shape": shape, "impl": impl, "experts": experts}
+    options: dict[str, Any] = {}
     if impl == "upstream":
         # What vLLM makes of the release's quantisation: only the routed experts are MXFP4.
         config["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
+        if experts == "marlin":
+            options["moe_backend"] = "marlin"
+    if small:
+        folder = write_tiny(work / "tiny", "linear", seed=3)
+    else:
+        (folder / "config.json").write_text(json.dumps(config))
     began = time.monotonic()
     llm = start(
         folder,
-        load_format="dummy",
+        load_format="auto" if small else "dummy",
         skip_tokenizer_init=True,
-        max_model_len=40960,
-        max_num_seqs=128,
-        max_num_batched_tokens=8192,
+        max_model_len=1024 if small else 40960,
+        max_num_seqs=8 if small else 128,
+        max_num_batched_tokens=256 if small else 8192,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.6,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
+        **options,
     )
-    say(**who, start_s=round(time.monotonic() - began, 1), compiled_at_start=len(compiled_since()))
-    randomise(model_of(llm))
-    from vllm.compilation.counter import compilation_counter
-
-    mode = str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)
-    say(**who, cudagraph_mode=mode, graphs=compilation_counter.num_cudagraph_captured)
-    device = Steps(llm)
-    for batch in (1, 8, 32, 128):
-        say(**who, decode_batch=batch, **decode_ms(llm, device, batch, 128))
-    for length in (1024, 8192, 32768):
-        say(**who, prefill=length, **prefill_ms(llm, device, length, 5 if length < 16384 else 3))
-    if profiled:
-        for batch in (1, 32):
-            say(**who, profile=profile_step(llm, batch))
-    say(**who, compiled_while_serving=compiled_since())
-    say(**who, peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2))
-    stop(llm)
+    say(**who, start_s=round(time.monotonic() - began, 1))
+    llm.collective_rpc(engine_worker.randomise)
+    llm.collective_rpc(engine_worker.watch)
+    say(**who, **llm.collective_rpc(engine_worker.facts)[0])
+    for batch in BATCHES[:2] if small else BATCHES:
+        say(**who, decode_batch=batch, **decode_ms(llm, batch, 128))
+    for length in LENGTHS if not small else (300,):
+        say(**who, prefill=length, **prefill_ms(llm, length, 5 if length < 16384 else 3))
+    say(**who, compiled_while_serving=llm.collective_rpc(engine_worker.compiled)[0])
+    del llm
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="tp16", choices=("tp16", "tp8"), help="whose share of the model")
+    parser.add_argument("--shape", default="tp16", choices=("tp16", "tp8", "tiny"), help="whose share of the model")
     parser.add_argument("--impl", default="ours", choices=("ours", "upstream"), help="whose model is timed")
-    parser.add_argument("--experts", default="humming", choices=("humming", "marlin"), help="of the upstream model")
-    parser.add_argument("--profile", action="store_true", help="device time by kernel as well")
+    parser.add_argument("--experts", default="auto", choices=("auto", "marlin"), help="of the upstream model")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_engine.py times a GPU; there is none")
+    if not torch.cuda.is_available() and options.shape != "tiny":
+        raise SystemExit("bench_engine.py times a GPU; there is none (--shape tiny tries the script)")
     experts = "k3-nvidia"
     if options.impl == "upstream":
         os.environ["K3_IMPL"], experts = "upstream", options.experts
-        if experts == "marlin":  # vLLM prefers Humming where the package can be imported
-            sys.modules["humming"] = None  # type: ignore[assignment]
+    gpu_smoke.LOG = "engine.jsonl"
     gpu_smoke.prepare()
-    tp = int(options.shape[2:])
-    parts = {"rank": lambda work: rank(work, options.impl, tp, experts, options.profile)}
+    parts = {"rank": lambda work: rank(work, options.impl, options.shape, experts)}
     return gpu_smoke.guarded(parts, ["rank"])
 
 

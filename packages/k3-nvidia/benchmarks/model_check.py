@@ -211,7 +211,7 @@ def compare_layers(recorder: Recorder, rows: list[Tensor], exact: Any, rounded: 
 
 
 def layer_ok(line: dict[str, Any], worst: float) -> bool:
-    """Whether a line keeps the bounds of this module's first words; ``worst``: the most that a single row may be off."""
+    """Whether a line keeps the bounds of the first words above; ``worst``: the most that a row may be off."""
     ours, theirs = line["beyond"], line["beyond_bf16_reference"]
     few = ours <= 0.05 * line["rows"] or ours - theirs <= 3 * math.sqrt(ours + theirs)
     return bool(few and line["median"] <= MEDIAN_BOUND and line["max"] <= max(worst, ROW_BOUND))

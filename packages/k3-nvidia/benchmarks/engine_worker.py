@@ -1,0 +1,117 @@
+"""What ``bench_engine.py`` runs inside the engine's own process: random weights, device time, what was compiled.
+
+Functions are sent by ``LLM.collective_rpc`` and act on the worker they are given. Nothing here is timed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+#: Kernels of one step follow each other within a few microseconds (one graph, or a launch queue that is never empty);
+#: a longer pause is the device waiting for the host and belongs to no step.
+PAUSE_US = 20.0
+
+_profile: Any = None
+
+
+def randomise(worker: Any) -> int:
+    """Weights of ordinary size and random experts, in place: graphs keep their addresses. Returns the layer count."""
+    from k3_core.vllm.serving.experts import RoutedExperts
+
+    model = worker.model_runner.model
+    for name, p in model.named_parameters():
+        if "norm" in name and p.dim() == 1:
+            p.data.fill_(1.0)
+        elif name.endswith("A_log"):
+            p.data.fill_(0.3)
+        elif name.endswith("dt_bias"):
+            p.data.uniform_(-4, 0)
+        elif name.endswith("e_score_correction_bias"):
+            p.data.zero_()
+        elif "scale" in name:  # of vLLM's packed experts, in whatever form its kernel wants
+            p.data.fill_(2.0**-8) if p.dtype.itemsize > 1 else p.data.view(torch.uint8).fill_(119)
+        elif not p.is_floating_point():
+            p.data.view(torch.uint8).random_(0, 256)
+        elif p.dim() > 0 and p.dtype.itemsize > 1:
+            p.data.normal_(0, 0.02)
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            for name, tensor in module.store.tensors().items():
+                raw = tensor.view(torch.uint8)
+                if name.startswith("s") or name.endswith("scale"):
+                    raw.random_(117, 121)
+                else:
+                    raw.random_(0, 256)
+    return len(model.model.layers)
+
+
+def watch(worker: Any) -> None:
+    """Note every kernel of this wheel that is compiled from now on."""
+    import gpu_smoke
+
+    gpu_smoke.watch_compiler()
+
+
+def compiled(worker: Any) -> list[str]:
+    """Kernels compiled since the last call."""
+    import gpu_smoke
+
+    return gpu_smoke.compiled_since()
+
+
+def facts(worker: Any) -> dict[str, Any]:
+    """Graphs captured, their mode, and the most memory allocated so far."""
+    from vllm.compilation.counter import compilation_counter
+
+    return {
+        "cudagraph_mode": str(worker.vllm_config.compilation_config.cudagraph_mode),
+        "graphs": compilation_counter.num_cudagraph_captured,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else None,
+    }
+
+
+def start_profile(worker: Any) -> None:
+    """Record the device's kernels from now on."""
+    global _profile
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = torch.cuda.is_available()
+    _profile = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
+    _profile.__enter__()
+
+
+def stop_profile(worker: Any, steps: int, top: int = 8) -> dict[str, Any]:
+    """Device time of a step over the ``steps`` recorded: see :func:`spans`; and the kernels that took the most."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    _profile.__exit__(None, None, None)
+    events = [e for e in _profile.events() if str(e.device_type).endswith("CUDA")]
+    times = [(e.time_range.start, e.time_range.end) for e in events]
+    total: dict[str, list[float]] = {}
+    for e in events:
+        entry = total.setdefault(e.name[:60], [0.0, 0])
+        entry[0] += (e.time_range.end - e.time_range.start) / steps
+        entry[1] += 1 / steps
+    largest = sorted(total.items(), key=lambda item: -item[1][0])[:top]
+    return {
+        "device_ms": round(spans(times) / steps / 1e3, 3),
+        "launches": round(len(events) / steps, 1),
+        "kernels_us_and_count": {name: [round(us, 1), round(count, 1)] for name, (us, count) in largest},
+    }
+
+
+def spans(times: list[tuple[float, float]], pause: float = PAUSE_US) -> float:
+    """Microseconds in which the device worked: the union of the kernels' spans, pauses below ``pause`` included.
+
+    Kernels that overlap (programmatic launch, second streams) count once; the short gaps between kernels of a graph
+    are the step's own, the long ones are waits for the host.
+    """
+    total, begin, end = 0.0, None, 0.0
+    for first, last in sorted(times):
+        if begin is None or first > end + pause:
+            total += end - begin if begin is not None else 0.0
+            begin, end = first, last
+        end = max(end, last)
+    return total + (end - begin if begin is not None else 0.0)

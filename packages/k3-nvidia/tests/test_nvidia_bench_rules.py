@@ -1,0 +1,54 @@
+"""Rules of the benchmark scripts: when a layer counts as right (it must be able to say no), and device time."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+LINE: dict[str, Any] = {"rows": 1313, "median": 0.005, "max": 0.19, "beyond": 70, "beyond_bf16_reference": 110}
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Callable[[str], Any]]:
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize(
+    ("change", "right"),
+    [
+        ({}, True),
+        ({"beyond": 60, "beyond_bf16_reference": 0}, True),  # within 5 % of the rows: the golden data's own bound
+        ({"beyond": 200, "beyond_bf16_reference": 110}, False),  # more rows off than chance explains
+        ({"beyond": 140, "beyond_bf16_reference": 110}, True),
+        ({"rows": 108, "beyond": 14, "beyond_bf16_reference": 0}, False),
+        ({"median": 0.03}, False),  # a small error in every row
+        ({"max": 1.0}, False),  # one row with a lost state
+        ({"max": float("nan")}, False),
+        ({"median": float("nan")}, False),
+    ],
+)
+def test_layer_rule(script: Callable[[str], Any], change: dict[str, Any], right: bool) -> None:
+    assert script("model_check").layer_ok({**LINE, **change}, worst=0.5) is right
+
+
+@pytest.mark.parametrize(
+    ("times", "busy"),
+    [
+        ([], 0.0),
+        ([(5.0, 9.0)], 4.0),
+        ([(0.0, 10.0), (2.0, 30.0), (31.0, 40.0)], 40.0),  # overlapped kernels once, a graph's own gap included
+        ([(31.0, 40.0), (0.0, 10.0), (2.0, 30.0)], 40.0),
+        ([(0.0, 10.0), (100.0, 110.0)], 20.0),  # a wait for the host belongs to no step
+        ([(0.0, 50.0), (10.0, 20.0), (60.0, 61.0)], 61.0),
+    ],
+)
+def test_device_time(script: Callable[[str], Any], times: list[tuple[float, float]], busy: float) -> None:
+    assert script("engine_worker").spans(times) == busy
