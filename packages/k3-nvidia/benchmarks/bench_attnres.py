@@ -7,7 +7,9 @@ tuning table. Delta and fused norm are on in every row; ``write`` rows add a ban
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
+import json
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -141,7 +143,7 @@ SWEEP = [
     kernel.Config(2048, 8, 1, False, 1, ring=6),
     *(kernel.Config(1024, w, g, p, programs, maxnreg) for w, g, p, programs, maxnreg in (
         (8, 3, True, 1, None), (8, 2, True, 1, None), (4, 1, True, 2, None), (8, 1, True, 2, 128),
-        (8, 5, False, 0, None), (8, 3, False, 0, None), (16, 5, False, 0, None), (4, 5, False, 0, None),
+        (8, 5, False, 0, None), (8, 3, False, 0, None), (16, 5, False, 0, None),
     )),
 ]  # fmt: skip
 
@@ -201,13 +203,57 @@ def sweep(out: Path, seconds: float) -> None:
         print(f"T{tokens} n{blocks} floor {floor:.2f}: {best} {live[-1][2][:80]}", flush=True)
 
 
+#: Sizes measured -> the largest number of tokens, and of blocks, for which their best choice stands.
+TOKEN_BOUNDS = {1: 8, 32: 64, 128: 256, 512: 700, 1024: 2048, 8192: 1 << 20}
+BLOCK_BOUNDS = {1: 2, 4: 5, 8: 64}
+#: A choice that another size has already is kept where it takes at most this much longer: fewer kernels to compile.
+NEAR = 1.02
+
+
+def write_table(results: dict[str, Any], path: Path) -> None:
+    """The tuning table from a sweep; sizes without a measurement keep what the table says."""
+    from k3_nvidia.tuning import attn_res as tuning
+
+    configs = {name_of(config): config for config in SWEEP}
+    rows: list[dict[str, Any]] = []
+    used: list[str] = []
+    measured = []
+    for (tokens, token_bound), (blocks, block_bound) in itertools.product(TOKEN_BOUNDS.items(), BLOCK_BOUNDS.items()):
+        times = {
+            key.split(" ")[1]: row["us"]
+            for key, row in results["rows"].items()
+            if key.startswith(f"T{tokens}-n{blocks} ") and "us" in row and key.split(" ")[1] in configs
+        }
+        chosen = tuning.choose(tokens, blocks, HIDDEN)
+        if times:
+            best = min(times, key=lambda name: times[name])
+            near = [name for name in used if times.get(name, float("inf")) <= NEAR * times[best]]
+            name = min(near, key=lambda name: times[name]) if near else best
+            used.append(name)
+            chosen = configs[name]
+            measured.append(f"{tokens}x{blocks}")
+        rows.append({"max_tokens": token_bound, "max_blocks": block_bound, "config": dataclasses.asdict(chosen)})
+    environment = results["environment"]
+    data = {
+        "device": environment["device"],
+        "date": environment["date"][:10],
+        "measured": f"tokens x blocks {', '.join(measured)} (benchmarks/results/attnres_sweep.json)",
+    }
+    text = json.dumps({**data, "rows": []}, indent=1)
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    path.write_text(text.replace('"rows": []', f'"rows": [\n{lines}\n ]') + "\n")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=80, help="of the sweep, compiling included")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--table", type=Path, help="measure nothing: write the tuning table from the sweep in --out")
     options = parser.parse_args()
-    if options.sweep:
+    if options.table:
+        write_table(json.loads((options.out / "attnres_sweep.json").read_text()), options.table)
+    elif options.sweep:
         sweep(options.out, options.seconds)
     else:
         run(options.out, [])

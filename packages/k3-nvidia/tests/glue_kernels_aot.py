@@ -36,7 +36,7 @@ def variants() -> Iterator[Variant]:
                 "NUM_BLOCKS": blocks, "HAS_DELTA": True, "HAS_WRITE": False, "HAS_NORM": True, "H": HIDDEN, "PDL": True,
                 "CHUNK": config.chunk, "KC": -(-HIDDEN // config.chunk),
             }  # fmt: skip
-            kernel: Any = attn_res_ring.ring_kernel
+            kernel: Any = attn_res_ring.attn_res_ring_kernel
             if config.ring:
                 constants["STAGES"] = config.ring
             else:
@@ -47,7 +47,7 @@ def variants() -> Iterator[Variant]:
         "NUM_BLOCKS": 8, "HAS_DELTA": True, "HAS_WRITE": True, "HAS_NORM": True, "H": HIDDEN, "PDL": True,
         "CHUNK": 1024, "KC": 7, "STAGES": 4,
     }  # fmt: skip
-    yield "ring", attn_res_ring.ring_kernel, ring, 8, None
+    yield "ring", attn_res_ring.attn_res_ring_kernel, ring, 8, None
     product = {"BM": 16, "BN": 32, "K": 128, "KB": 128, "HB": 8, "TILES": 24, "PDL": True, "INTERPRET": False}
     yield "kda_inputs", glue.kda_inputs_kernel, product, 2, None
     yield "rms_norm", glue.rms_norm_kernel, {"BLOCK": 4096, "PDL": True}, 8, None

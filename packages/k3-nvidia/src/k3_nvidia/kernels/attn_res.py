@@ -30,7 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_core.operators.triton_host import Launcher
-from k3_nvidia.kernels.attn_res_ring import ring_kernel
+from k3_nvidia.kernels.attn_res_ring import attn_res_ring_kernel
 from k3_nvidia.kernels.glue import launch_options, pdl
 
 MAX_ROWS_A_GROUP = 5
@@ -284,7 +284,7 @@ class Config:
     ring: int = 0
 
 
-_registers, _ring = Launcher(_attn_res_kernel), Launcher(ring_kernel)
+_registers, _ring = Launcher(_attn_res_kernel), Launcher(attn_res_ring_kernel)
 
 
 def supports(

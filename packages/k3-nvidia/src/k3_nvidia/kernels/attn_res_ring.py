@@ -81,7 +81,7 @@ def _fold(row, folded, mixed, top, total, H: tl.constexpr, eps, KC: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["num_tokens", "write_block"])
-def ring_kernel(
+def attn_res_ring_kernel(
     out_ptr, prefix_ptr, delta_ptr, bank_ptr, norm_ptr, proj_ptr, out_norm_ptr,
     prefix_stride, delta_stride, bank_stride, block_stride, num_tokens, eps, out_eps,
     write_block,

@@ -105,7 +105,7 @@ class Activation(nn.Module):
         if self.situ:
             result: Tensor = self._operator(x, 1.0 if self.beta is None else self.beta, self.linear_beta)
             return result
-        activated: Tensor = self._silu(x)
+        activated: Tensor = self._silu(x.contiguous())  # vLLM's kernel takes no columns of a wider tensor
         return activated
 
 
