@@ -208,7 +208,7 @@ def measure_repack(shape: case.Shape) -> dict[str, Any]:
         5,
     )
     path = Path(os.environ.get("TMPDIR", "/tmp")) / "k3_bench_read.bin"
-    data = torch.empty(1 << 30, dtype=torch.uint8).random_(0, 256)
+    data = torch.empty(1 << 28, dtype=torch.uint8).random_(0, 256)
     path.write_bytes(data.numpy().tobytes())
     start = time.perf_counter()
     read = path.read_bytes()

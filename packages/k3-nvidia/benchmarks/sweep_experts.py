@@ -1,13 +1,18 @@
-"""Tuning sweep of the expert products: correctness once, then each product alone under many tiles.
+"""Tuning sweep of the expert products: each product alone under many tiles, then the best of both as a plan.
 
-``python sweep_experts.py OUT [--phase decode,prefill] [--budget SECONDS]``. Compiles in worker processes first (the
-disk cache is shared), then times in graphs over several weight sets. Prints one line a (shape, tokens): the best tiles
-of each product.
+``python sweep_experts.py OUT [--only tp8.32,...] [--budget SECONDS] [--apply]``. Worker processes compile first (the
+disk cache is shared); then every variant is compared with the first of its row and timed in graphs over several weight
+sets (weights cold). Writes ``OUT/experts_sweep.json`` row by row. ``--apply`` puts the best plans of the swept rows
+into ``k3_nvidia/tuning/experts.json`` under this device's name; the float64 check is the benchmark's
+(``bench.py --rows experts``), which uses that table.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
+import re
 import subprocess
 import sys
 import time
@@ -23,48 +28,86 @@ import torch
 from k3_nvidia.kernels import experts as ours
 from k3_nvidia.kernels import moe_worklist, router
 from k3_nvidia.kernels.moe_combine import combine
+from k3_nvidia.tuning import experts as tuning
 from k3_nvidia.tuning.experts import Plan
 
-# gate/up: (BN, BX, row blocks, column blocks, warps, stages)
-W13_DECODE = [
-    (8, 0, 4, 8, 4, 3), (8, 0, 4, 4, 4, 4), (8, 0, 8, 4, 4, 3), (8, 0, 8, 4, 4, 2), (8, 0, 8, 2, 4, 4),
-    (8, 0, 2, 8, 2, 3), (16, 0, 8, 4, 4, 3), (16, 0, 8, 2, 4, 4),
-]  # fmt: skip
-W13_PREFILL = [
-    (32, 0, 8, 2, 4, 3), (32, 0, 8, 2, 4, 4), (32, 0, 8, 4, 4, 3), (32, 32, 8, 2, 4, 3), (64, 32, 8, 1, 4, 4),
-    (64, 32, 8, 2, 4, 3), (64, 32, 8, 1, 8, 4), (64, 32, 8, 2, 8, 3), (64, 32, 8, 4, 4, 2), (128, 64, 8, 1, 8, 4),
-    (128, 0, 8, 1, 8, 4), (128, 0, 8, 2, 8, 3), (128, 64, 8, 4, 8, 2),
-]  # fmt: skip
-# narrow down product: (BN, BX, row blocks, warps, stages, row tiles a program)
-W2_DECODE = [
-    (8, 0, 4, 4, 3, 2), (8, 0, 4, 4, 3, 7), (8, 0, 4, 4, 3, 14), (8, 0, 4, 4, 4, 7), (8, 0, 8, 4, 3, 7),
-    (8, 0, 8, 4, 2, 7), (16, 0, 4, 4, 3, 7), (16, 0, 8, 4, 3, 7),
-]  # fmt: skip
-W2_PREFILL_NARROW = [
-    (32, 0, 4, 4, 4, 28), (32, 0, 4, 4, 3, 28), (32, 0, 8, 4, 3, 14),
-    (64, 0, 4, 4, 3, 56), (64, 32, 4, 4, 3, 56),
-    (64, 0, 8, 4, 2, 28),
-    (64, 32, 8, 8, 3, 28), (64, 32, 4, 4, 2, 56),
-]  # fmt: skip
-# wide down product, as gate/up
-W2_WIDE_DECODE = [(8, 0, 4, 4, 4, 4), (8, 0, 8, 4, 4, 3), (16, 0, 8, 2, 4, 4)]
-W2_PREFILL_WIDE = [
-    (32, 0, 8, 2, 4, 3), (64, 32, 8, 1, 4, 3), (64, 32, 8, 2, 4, 3), (64, 32, 8, 2, 8, 3), (128, 0, 8, 1, 8, 4),
-    (128, 64, 8, 1, 8, 4),
-]  # fmt: skip
+Tile = tuple[int, ...]
+WORKERS = 28
+TOKENS = (1, 8, 32, 128, 1024, 8192)
+# Table rows that a measured token count fills, as the upper end of its expected pairs an expert.
+UPPER = {1: 0.05, 8: 0.3, 32: 1.1, 128: 4.0, 1024: 28.0, 8192: 1e9}
+
+# (BN, BX) -> gate/up tiles (row blocks, column blocks, warps, stages)
+W13: dict[str, dict[tuple[int, int], list[Tile]]] = {
+    "decode": {
+        (8, 0): [(4, 8, 4, 3), (4, 4, 4, 4), (8, 4, 4, 3), (8, 4, 4, 2), (8, 2, 4, 4), (2, 8, 2, 3), (4, 4, 4, 3)]
+    },
+    "middle": {
+        (32, 0): [(8, 2, 4, 3), (8, 2, 4, 4), (8, 4, 4, 2), (8, 1, 4, 4), (4, 4, 4, 3), (4, 2, 4, 4)],
+        (64, 0): [(8, 1, 4, 4), (8, 2, 4, 3)],
+    },
+    "long": {
+        (128, 0): [(8, 1, 8, 4), (8, 1, 8, 3), (8, 2, 8, 2), (8, 1, 4, 4), (4, 1, 4, 4), (4, 2, 4, 3)],
+        (128, 32): [(8, 1, 8, 4), (8, 2, 8, 2)],
+        (64, 32): [(8, 1, 4, 4), (8, 2, 4, 3)],
+        (64, 0): [(8, 1, 4, 4), (8, 2, 4, 3)],
+    },
+}
+# (BN, BX) -> narrow down tiles (row blocks, warps, stages, row tiles a program)
+NARROW: dict[str, dict[tuple[int, int], list[Tile]]] = {
+    "decode": {
+        (8, 0): [(4, 4, 3, 2), (4, 4, 3, 4), (4, 4, 3, 7), (4, 4, 3, 14), (8, 4, 3, 7), (8, 4, 2, 7), (8, 4, 3, 4)]
+    },
+    "middle": {(32, 0): [(4, 4, 3, 28), (4, 4, 4, 28), (8, 4, 2, 14), (4, 4, 2, 28)], (64, 0): [(4, 4, 3, 28)]},
+    "long": {
+        (128, 0): [(4, 4, 2, 56), (4, 4, 2, 28), (8, 8, 2, 28)],
+        (128, 32): [(4, 4, 2, 56), (8, 8, 2, 28)],
+        (64, 32): [(4, 4, 3, 56), (4, 4, 2, 56)],
+        (64, 0): [(4, 4, 3, 56), (4, 4, 2, 56), (8, 4, 2, 28)],
+    },
+}
+# (BN, BX) -> wide down tiles (row blocks, column blocks, warps, stages)
+WIDE: dict[str, dict[tuple[int, int], list[Tile]]] = {
+    "decode": {(8, 0): [(4, 4, 4, 4), (4, 8, 4, 3), (8, 4, 4, 3), (2, 8, 2, 3), (4, 4, 4, 3)]},
+    "middle": {(32, 0): [(8, 2, 4, 3), (8, 1, 4, 4), (4, 2, 4, 4), (8, 2, 4, 4)], (64, 0): [(8, 1, 4, 4)]},
+    "long": {
+        (128, 0): [(8, 1, 8, 4), (8, 1, 8, 3), (8, 2, 8, 2)],
+        (128, 32): [(8, 1, 8, 4)],
+        (64, 32): [(8, 1, 4, 4)],
+        (64, 0): [(8, 1, 4, 4), (8, 2, 4, 3)],
+    },
+}
+# For narrow shapes with many pairs an expert the wide kernel competes too.
+ALSO_WIDE: dict[str, dict[tuple[int, int], list[Tile]]] = {"long": {(128, 0): [(8, 1, 8, 4), (8, 2, 8, 2)]}}
 
 
-def plan13(v: tuple[int, ...]) -> Plan:
-    bn, bx, mt, kt, warps, stages = v
-    return Plan(bn, mt, kt, warps, stages, 4, 4, 4, 3, 14, 1024, False, bx)
+def phase(tokens: int) -> str:
+    return "decode" if tokens <= 128 else "middle" if tokens <= 1024 else "long"
 
 
-def plan2(v: tuple[int, ...], narrow: bool) -> Plan:
+def is_narrow(shape: case.Shape) -> bool:
+    return shape.width <= 768
+
+
+def plan_of(n: tuple[int, int], w13: Tile, w2: Tile, narrow: bool, tokens: int) -> Plan:
+    """The plan of a pair of tiles. The narrow plan keeps legal wide tiles beside it for widths the narrow kernel does
+    not take."""
+    mt, kt, warps, stages = w13
+    block, pdl = (512 if tokens <= 8 else 1024), tokens <= 128
     if narrow:
-        bn, bx, mt, warps, stages, rows = v
-        return Plan(bn, 4, 4, 4, 4, mt, 4, warps, stages, rows, 1024, False, bx)
-    bn, bx, mt, kt, warps, stages = v
-    return Plan(bn, 4, 4, 4, 4, mt, kt, warps, stages, 0, 1024, False, bx, mt)
+        mt2, warps2, stages2, rows2 = w2
+        kt2 = 4 if n[0] <= 8 else 2 if n[0] < 64 else 1
+        return Plan(n[0], mt, kt, warps, stages, mt2, kt2, warps2, stages2, rows2, block, pdl, n[1], 8)
+    mt2, kt2, warps2, stages2 = w2
+    return Plan(n[0], mt, kt, warps, stages, 4, kt2, warps2, stages2, 0, block, pdl, n[1], mt2)
+
+
+def variants(shape: case.Shape, tokens: int) -> list[tuple[str, tuple[int, int], Tile, bool]]:
+    """(product, (BN, BX), tile, narrow kernel) to try for a row."""
+    kind = phase(tokens)
+    out = [("w13", n, tile, True) for n, tiles in W13[kind].items() for tile in tiles]
+    down = [(NARROW[kind], True), (ALSO_WIDE.get(kind, {}), False)] if is_narrow(shape) else [(WIDE[kind], False)]
+    return out + [("w2", n, t, narrow) for table, narrow in down for n, tiles in table.items() for t in tiles]
 
 
 class Bench:
@@ -80,228 +123,212 @@ class Bench:
             )[:2]
             for i in self.inputs
         ]
+        ids = [r[1].flatten().long() for r in self.routing]
+        self.local = [(i < shape.local) & (i >= 0) if self.emap is None else self.emap[i] >= 0 for i in ids]
         self.lists: dict[int, list[Any]] = {}
+        pairs = tokens * case.TOP_K
+        gen = torch.Generator(device="cuda").manual_seed(1)
+        self.ys = [torch.randn(pairs, w.padded_width, device="cuda", generator=gen).bfloat16() for w in sets]
 
-    def list(self, bn: int) -> list[Any]:
+    def worklists(self, bn: int) -> list[Any]:
         if bn not in self.lists:
             self.lists[bn] = [moe_worklist.build(ids, self.shape.local, bn, self.emap) for _, ids in self.routing]
         return self.lists[bn]
 
-    def w13(self, v: tuple[int, ...]) -> list[Any]:
-        plan, act = plan13(v), (1, case.BETA, case.LINEAR_BETA)
-        return [
-            lambda w=w, i=i, lst=lst: ours.run_w13(i["latent"], w, lst, case.TOP_K, act, plan)
-            for w, i, lst in zip(self.sets, self.inputs, self.list(plan.item_n), strict=True)
-        ]
-
-    def w2(self, v: tuple[int, ...], narrow: bool) -> list[Any]:
-        plan = plan2(v, narrow)
-        lists = self.list(plan.item_n)
-        ys = [
-            torch.randn(lst.sorted.numel(), w.padded_width, device="cuda").bfloat16()
-            for w, lst in zip(self.sets, lists, strict=True)
-        ]
+    def calls(self, product: str, n: tuple[int, int], tile: Tile, narrow: bool) -> list[Any]:
+        """One call a weight set of one product under one tile."""
+        w13, w2 = (tile, (4, 4, 3, 7)) if product == "w13" else ((8, 1, 4, 3), tile)
+        plan = plan_of(n, w13, w2, narrow, tokens=9999)
+        act, lists = (1, case.BETA, case.LINEAR_BETA), self.worklists(plan.item_n)
+        if product == "w13":
+            return [
+                lambda w=w, i=i, lst=lst: ours.run_w13(i["latent"], w, lst, case.TOP_K, act, plan)
+                for w, i, lst in zip(self.sets, self.inputs, lists, strict=True)
+            ]
         return [
             lambda w=w, y=y, lst=lst: ours.run_w2(y, w, lst, plan)
-            for w, y, lst in zip(self.sets, ys, lists, strict=True)
+            for w, y, lst in zip(self.sets, self.ys, lists, strict=True)
         ]
 
-
-def variants(shape: case.Shape, tokens: int) -> tuple[list[Any], list[tuple[Any, bool]]]:
-    """(gate/up tiles, (down tiles, narrow kernel)) to try for a row."""
-    narrow = shape.width <= 768
-    if tokens <= 128:
-        return W13_DECODE, [(v, True) for v in W2_DECODE] if narrow else [(v, False) for v in W2_WIDE_DECODE]
-    if tokens <= 1024:
-        return W13_PREFILL[:5], ([(v, True) for v in W2_PREFILL_NARROW[:4]] if narrow else []) + [
-            (v, False) for v in W2_PREFILL_WIDE[:2]
-        ]
-    return W13_PREFILL[4:], ([(v, True) for v in W2_PREFILL_NARROW[3:]] if narrow else []) + [
-        (v, False) for v in W2_PREFILL_WIDE[1:]
-    ]
+    def result(self, product: str, call: Any) -> torch.Tensor:
+        """What a call of the first weight set wrote, rows of experts that are elsewhere left out."""
+        here = self.local[0]
+        out: torch.Tensor = call()
+        return out[: int(here.sum())] if product == "w13" else out[here]
 
 
-ONLY: list[str] = []
+def cases(only: list[str]) -> list[tuple[case.Shape, int]]:
+    """Rows to sweep, those that missed their target first."""
+    first = ["tp8.8192", "ep16.8192", "tp8.1024", "tp16.1", "tp16.8", "ep16.8", "tp16.8192"]
+    rows = [(s, t) for s in (case.TP8, case.TP16, case.EP16) for t in TOKENS]
+    rows = [(s, t) for s, t in rows if not only or f"{s.name}.{t}" in only]
+    names = {f"{s.name}.{t}": (s, t) for s, t in rows}
+    return [names.pop(k) for k in first if k in names] + list(names.values())
 
 
-def cases(phases: list[str]) -> list[tuple[case.Shape, int]]:
-    """Rows of the phases; ``--only tp8.32,...`` narrows them."""
-    out = []
-    for shape in (case.TP8, case.TP16, case.EP16):
-        for phase, tokens in (("decode", (1, 8, 32, 128)), ("prefill", (1024, 8192))):
-            if phase in phases:
-                out += [(shape, t) for t in tokens if not ONLY or f"{shape.name}.{t}" in ONLY]
-    return out
-
-
-def compile_worker(index: int, count: int, phases: list[str]) -> None:
-    """Run every count-th variant once so that its binary is in the disk cache."""
-    jobs = []
-    for shape in (case.TP8, case.TP16, case.EP16):
-        seen = set()
-        for sh, tokens in cases(phases):
-            if sh != shape:
-                continue
-            a, b = variants(shape, tokens)
-            for job in [("13", v, True) for v in a] + [("2", v, n) for v, n in b]:
-                if job not in seen:
-                    seen.add(job)
-                    jobs.append((shape, *job))
+def compile_worker(index: int, count: int, only: list[str]) -> None:
+    """Run every count-th variant once on a small bench so that its binary is in the disk cache."""
+    jobs: dict[Any, None] = {}
+    for shape, tokens in cases(only):
+        for job in variants(shape, tokens):
+            jobs[(shape, *job)] = None
     benches: dict[str, Bench] = {}
-    for i, (shape, which, v, narrow) in enumerate(jobs):
-        if i % count != index:
-            continue
+    # tiles with the most code first, so that no worker ends with the longest job
+    order = sorted(jobs, key=lambda j: -(j[2][0] + j[2][1]) * (1 + (j[2][1] > 0)))
+    for shape, *job in order[index::count]:
         if shape.name not in benches:
-            small = case.Shape(shape.name, shape.width, 16)
-            benches[shape.name] = Bench([case.random_experts(small, 0)], small, 4)
-        b = benches[shape.name]
+            small = case.Shape(shape.name, shape.width, 16 if shape.local == case.EXPERTS else 8)
+            benches[shape.name] = Bench([case.random_experts(small, 0)], small, 16)
         try:
-            (b.w13(v) if which == "13" else b.w2(v, narrow))[0]()
+            benches[shape.name].calls(*job)[0]()
         except Exception as err:
-            print(f"compile {shape.name} {which} {v}: {type(err).__name__} {str(err)[:120]}", flush=True)
+            print(f"compile {shape.name} {job}: {type(err).__name__} {str(err)[:120]}", flush=True)
     torch.cuda.synchronize()
 
 
-def check(shape: case.Shape, tokens: int, sets: list[Any]) -> str:
-    b = Bench(sets[:1], shape, tokens)
-    i = b.inputs[0]
-    _, rids, biased = case.reference_route(i)
-    w, ids = b.routing[0]
-    got = biased.gather(1, ids.long()).min(-1).values
-    want = biased.gather(1, rids).min(-1).values
-    harness.require(bool((got >= want - 1e-5).all()), "router: a chosen expert is below the cut")
-    harness.require(all(len(set(r)) == case.TOP_K for r in ids.tolist()), "router: ids repeat")
-    ref_w = torch.sigmoid(i["hidden"].double() @ i["router"].double().t()).gather(1, ids.long())
-    err_w = harness.relative_error(w, ref_w / ref_w.sum(-1, keepdim=True))
-    harness.require(err_w < 2e-6, f"router weights off by {err_w:.1e}")
-    rows = case.sample_rows(tokens)
-    ref = case.reference_experts(i["latent"], w, ids if b.emap is None else b.emap[ids.long()], sets[0], rows)
-    out = ours.moe_forward(
-        i["hidden"], i["latent"], i["router"], i["bias"], sets[0], case.TOP_K, expert_map=b.emap, **case.ACT
+def measure(shape: case.Shape, tokens: int, sets: list[Any], bandwidth: float) -> dict[str, Any]:
+    """Times of all variants of a row, and the best plan."""
+    bench = Bench(sets, shape, tokens)
+    touched = [int(r[1].flatten()[here].unique().numel()) for r, here in zip(bench.routing, bench.local, strict=True)]
+    row: dict[str, Any] = {"touched": touched, "w13": {}, "w2": {}, "wrong": {}}
+    best: dict[tuple[str, tuple[int, int]], tuple[float, Tile, bool]] = {}
+    reference: dict[str, torch.Tensor] = {}
+    repeat = 4 if tokens <= 8 else 1
+    for product, n, tile, narrow in variants(shape, tokens):
+        name = "-".join(map(str, (*n, *tile))) + ("" if product == "w13" else "n" if narrow else "w")
+        try:
+            calls = bench.calls(product, n, tile, narrow)
+            got = bench.result(product, calls[0])
+            want = reference.setdefault(product, got)
+            error = harness.relative_error(got, want)
+            if not error < 5e-3:
+                row["wrong"][f"{product} {name}"] = error
+                continue
+            us = harness.time_graph(calls, 10, repeat)
+        except Exception as err:
+            row["wrong"][f"{product} {name}"] = f"{type(err).__name__}: {str(err)[:160]}"
+            continue
+        row[product][name] = us
+        if us < best.get((product, n), (1e9,))[0]:
+            best[product, n] = (us, tile, narrow)
+    sums = {n: best["w13", n][0] + best["w2", n][0] for p, n in best if p == "w13" and ("w2", n) in best}
+    n = min(sums, key=lambda k: sums[k])
+    (_, w13, _), (_, w2, narrow) = best["w13", n], best["w2", n]
+    row["plan"] = plan_of(n, w13, w2, narrow, tokens).__dict__
+    row["best_us"] = {"-".join(map(str, k)): v for k, v in sums.items()}
+    weight_us = sum(touched) / len(touched) * shape.bytes_per_expert / bandwidth * 1e6
+    row["floor_w13"], row["floor_w2"] = weight_us * 2 / 3, weight_us / 3
+    row["parts"] = parts(bench, 10, repeat)
+    return row
+
+
+def parts(bench: Bench, iters: int, repeat: int) -> dict[str, float]:
+    """Router product, router with list, list from ids, weighted sum."""
+    shape, d_rows = bench.shape, bench.tokens * case.TOP_K
+    d = torch.randn(d_rows, case.LATENT, device="cuda").bfloat16()
+    out = torch.empty(bench.tokens, case.LATENT, device="cuda", dtype=torch.bfloat16)
+    calls: dict[str, list[Any]] = {
+        "logits": [lambda i=i: router.router_logits(i["hidden"], i["router"]) for i in bench.inputs],
+        "route_all": [
+            lambda i=i: router.route_and_list(
+                i["hidden"], i["router"], i["bias"], case.TOP_K, shape.local, 16, expert_map=bench.emap
+            )
+            for i in bench.inputs
+        ],
+        "list": [lambda r=r: moe_worklist.build(r[1], shape.local, 16, bench.emap) for r in bench.routing],
+    }
+    for block in (512, 1024):
+        calls[f"combine{block}"] = [
+            lambda r=r, k=block: combine(d, r[0], r[1], shape.local, bench.emap, out, k) for r in bench.routing
+        ]
+    return {name: harness.time_graph(c, iters, repeat) for name, c in calls.items()}
+
+
+def apply(found: dict[tuple[str, int], dict[str, Any]], path: Path, device: str, when: str) -> None:
+    """Put measured plans into the tuning table: rows of a swept (width, tokens) are replaced, others kept (from the
+    default table where the device has none)."""
+    table = json.loads(path.read_text())
+    entry = table["devices"].setdefault(device, json.loads(json.dumps(table["devices"]["default"])))
+    entry["measured"] = when
+    for (shape, tokens), plan in found.items():
+        width = case.SHAPES[shape].width
+        rows = next(t["rows"] for t in entry["tables"] if width <= t["max_width"])
+        row = next(r for r in rows if r["max_pairs"] == UPPER[tokens])
+        row["plan"] = plan
+    text = json.dumps(table, indent=1)
+    flat = re.sub(
+        r'\{\s*"max_pairs": ([^,]+),\s*"plan": \{([^}]*)\}\s*\}',
+        lambda m: f'{{"max_pairs": {m[1]}, "plan": {{{re.sub(chr(92) + "s+", " ", m[2]).strip()}}}}}',
+        text,
     )
-    err = case.check_experts(out, ref, rows, "moe_forward")
-    again = ours.experts(i["latent"], sets[0], w, ids, expert_map=b.emap, **case.ACT)
-    harness.require(torch.equal(out, again), "moe_forward and experts differ")
-    return f"{shape.name} {tokens}: router {err_w:.1e}, experts {err:.2e}"
-
-
-def best(results: dict[str, float], count: int = 4) -> str:
-    rows = sorted(results.items(), key=lambda r: r[1])
-    return "  ".join(f"{k}={v:.1f}" for k, v in rows[:count])
+    path.write_text(flat + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--phase", default="decode,prefill")
-    parser.add_argument("--worker", type=int, nargs=2)
+    parser.add_argument("--worker", type=int)
     parser.add_argument("--budget", type=float, default=400.0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--apply", action="store_true")
     a = parser.parse_args()
-    ONLY.extend(k for k in a.only.split(",") if k)
-    phases = a.phase.split(",")
-    if a.worker:
-        compile_worker(*a.worker, phases)
+    only = [k for k in a.only.split(",") if k]
+    if a.worker is not None:
+        compile_worker(a.worker, WORKERS, only)
         return
     start = time.time()
-    workers = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(a.out), "--phase", a.phase, "--only", a.only, "--worker", str(i), "14"]
-        )
-        for i in range(14)
-    ]
-    bw, rate = harness.copy_bandwidth(), harness.matrix_rate()
-    print(f"copy {bw / 1e12:.2f} TB/s, matrix {rate / 1e12:.0f} TFLOP/s (workers compiling beside)", flush=True)
-    for p in workers:
-        p.wait()
+    command = [sys.executable, __file__, str(a.out), "--only", a.only]
+    workers = [subprocess.Popen([*command, "--worker", str(i)]) for i in range(WORKERS)]
+    for worker in workers:
+        worker.wait()
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
     results = harness.Results(a.out / "experts_sweep.json", resume=False)
-    results.record |= {"copy_bytes_per_s": harness.copy_bandwidth(), "matrix_flops": harness.matrix_rate()}
-    order = sorted(cases(phases), key=lambda c: (c[1] > 128, c[0].name != "tp8", c[0].name, c[1]))
+    bandwidth = harness.copy_bandwidth()
+    results.record |= {"copy_bytes_per_s": bandwidth, "matrix_flops": harness.matrix_rate()}
     sets_of: dict[str, list[Any]] = {}
-    for shape, tokens in order:
+    for shape, tokens in cases(only):
         if time.time() - start > a.budget:
             print("budget spent", flush=True)
             break
         if shape.name not in sets_of:
             sets_of[shape.name] = [case.random_experts(shape, s) for s in range(3)]
         sets = sets_of[shape.name]
+        began = time.time()
 
-        def measure(shape: case.Shape = shape, tokens: int = tokens, sets: list[Any] = sets) -> dict[str, Any]:
-            line = check(shape, tokens, sets)
-            b = Bench(sets, shape, tokens)
-            touched = [len(set(ids.flatten().tolist()) & set(range(shape.local))) for _, ids in b.routing]
-            row: dict[str, Any] = {"check": line, "touched": touched, "w13": {}, "w2": {}}
-            repeat = 4 if tokens <= 8 else 1
-            v13, v2 = variants(shape, tokens)
-            for v in v13:
-                try:
-                    row["w13"]["-".join(map(str, v))] = harness.time_graph(b.w13(v), 12, repeat)
-                except Exception as err:
-                    row["w13"]["-".join(map(str, v))] = 1e9
-                    print(v, type(err).__name__, str(err)[:80], flush=True)
-            for v, narrow in v2:
-                name = "-".join(map(str, v)) + ("n" if narrow else "w")
-                try:
-                    row["w2"][name] = harness.time_graph(b.w2(v, narrow), 12, repeat)
-                except Exception as err:
-                    row["w2"][name] = 1e9
-                    print(v, type(err).__name__, str(err)[:80], flush=True)
-            bytes_ = sum(touched) / len(touched) * shape.bytes_per_expert
-            row["floor_w13"], row["floor_w2"] = (bytes_ * f / bw * 1e6 for f in (2 / 3, 1 / 3))
-            row["flop_us"] = (
-                tokens * case.TOP_K * shape.local / case.EXPERTS * 6 * shape.width * case.LATENT / rate * 1e6
-            )
-            i = b.inputs
-            parts = {
-                "logits": [lambda i=i: router.router_logits(i["hidden"], i["router"]) for i in i],
-                "route_all": [
-                    lambda i=i: router.route_and_list(
-                        i["hidden"], i["router"], i["bias"], case.TOP_K, shape.local, 16, expert_map=b.emap
-                    )
-                    for i in i
-                ],
-                "list": [lambda r=r: moe_worklist.build(r[1], shape.local, 16, b.emap) for r in b.routing],
-            }
-            d = torch.randn(tokens * case.TOP_K, case.LATENT, device="cuda").bfloat16()
-            out = torch.empty(tokens, case.LATENT, device="cuda", dtype=torch.bfloat16)
-            for block in (512, 1024):
-                parts[f"combine{block}"] = [
-                    lambda r=r, k=block: combine(d, *r, shape.local, b.emap, out, k) for r in b.routing
-                ]
-            for pdl in ():
-                base = ours._plan(tokens, case.TOP_K, case.EXPERTS, sets[0])
-                plan = Plan(**{**base.__dict__, "pdl": pdl})
-                parts[f"all_pdl{int(pdl)}"] = [
-                    lambda w=w, i=i, plan=plan: ours.moe_forward(
-                        i["hidden"],
-                        i["latent"],
-                        i["router"],
-                        i["bias"],
-                        w,
-                        case.TOP_K,
-                        expert_map=b.emap,
-                        plan=plan,
-                        **case.ACT,
-                    )
-                    for w, i in zip(sets, i, strict=True)
-                ]
-            row["parts"] = {k: harness.time_graph(f, 12, repeat) for k, f in parts.items()}
-            return row
+        def one(shape: case.Shape = shape, tokens: int = tokens, sets: list[Any] = sets) -> dict[str, Any]:
+            return measure(shape, tokens, sets, bandwidth)
 
-        row = results.row(f"{shape.name}.{tokens}", measure)
+        row = results.row(f"{shape.name}.{tokens}", one)
         assert row is not None
-        if "error" in row:
-            print(f"== {shape.name} {tokens}: {row['error'][:300]} {row.get('where', '')[-300:]}", flush=True)
-            continue
-        print(
-            f"== {row['check']}; touched {row['touched'][0]}; "
-            f"floors w13 {row['floor_w13']:.1f} w2 {row['floor_w2']:.1f} "
-            f"flop {row['flop_us']:.1f}\n   w13 {best(row['w13'])}\n   w2  {best(row['w2'])}\n   "
-            + "  ".join(f"{k}={v:.1f}" for k, v in row["parts"].items()),
-            flush=True,
+        report(f"{shape.name}.{tokens}", row, time.time() - began)
+    if a.apply:
+        found = {(k.split(".")[0], int(k.split(".")[1])): r["plan"] for k, r in results.rows.items() if "plan" in r}
+        env = results.record
+        when = (
+            f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, torch {env['torch']}, triton {env['triton']}, "
+            "benchmarks/sweep_experts.py"
         )
+        path = Path(tuning.__file__).with_name("experts.json")
+        apply(found, path, torch.cuda.get_device_name(0), when)
+        (a.out / "experts_tuning.json").write_text(path.read_text())
     print(f"total {time.time() - start:.0f} s", flush=True)
+
+
+def report(key: str, row: dict[str, Any], seconds: float) -> None:
+    """One row for the eye."""
+    if "error" in row:
+        print(f"== {key}: {row['error'][:300]} {row.get('where', '')[-300:]}", flush=True)
+        return
+
+    def best(times: dict[str, float]) -> str:
+        return "  ".join(f"{k}={v:.1f}" for k, v in sorted(times.items(), key=lambda r: r[1])[:5])
+
+    floors = f"floors {row['floor_w13']:.1f} {row['floor_w2']:.1f}"
+    print(f"== {key} [{seconds:.1f} s]; touched {row['touched'][0]}; {floors}", flush=True)
+    print(f"   w13 {best(row['w13'])}\n   w2  {best(row['w2'])}", flush=True)
+    print("   " + "  ".join(f"{k}={v:.1f}" for k, v in row["parts"].items()), flush=True)
+    for name, why in row["wrong"].items():
+        print(f"   WRONG {name}: {why}", flush=True)
 
 
 if __name__ == "__main__":

@@ -82,33 +82,34 @@ def _loops(sass: str) -> list[list[str]]:
 
 
 def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]]:
-    """Every variant that the default plans of a K3 rank meet, widths 192, 384 and 3072."""
+    """Every variant that the default plans of a K3 rank meet: widths 192, 384 and 3072, few pairs first."""
     out: list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]] = []
-    for i, p in enumerate(tuning.plans()):
-        common = {"BN": p.block_n, "WIDE": False, "PDL": p.pdl, "INTERPRET": False}
-        out.append((f"w13 plan{i}", experts_gemm.w13_kernel,
-                    {**common, "MT": p.mt13, "KT": p.kt13, "BX": p.extra_n, "ACT": 1},
-                    p.warps13, p.stages13, {}))  # fmt: skip
-        if p.rows2 > 0:
-            for width, k1, k2 in ((192, 2, 1), (384, 4, 2)):
-                out.append((f"w2 {width} plan{i}", experts_gemm.w2_kernel,
-                            {**common, "MT": p.mt2, "K1": k1, "K2": k2, "HAS2": True, "BX": p.extra_n,
-                             "STAGES": p.stages2},
-                            p.warps2, p.stages2, {}))  # fmt: skip
-        out.append((f"w2 wide plan{i}", experts_gemm.w2_wide_kernel,
-                    {**common, "MT": p.wide_mt, "KT": p.kt2, "BX": p.extra_n},
-                    p.warps2, p.stages2, {}))  # fmt: skip
+    for width in (192, 384, 3072):
+        for i, p in enumerate(tuning.plans("default", width)):
+            common = {"BN": p.block_n, "BX": p.extra_n, "WIDE": False, "PDL": p.pdl, "INTERPRET": False}
+            out.append((f"w13 {width} plan{i}", experts_gemm.w13_kernel,
+                        {**common, "MT": p.mt13, "KT": p.kt13, "ACT": 1}, p.warps13, p.stages13, {}))  # fmt: skip
+            if p.rows2 > 0 and width < 3072:
+                k1, k2 = (2, 1) if width == 192 else (4, 2)
+                kernel, tile = (
+                    experts_gemm.w2_kernel,
+                    {"MT": p.mt2, "K1": k1, "K2": k2, "HAS2": True, "STAGES": p.stages2},
+                )
+            else:
+                kernel, tile = experts_gemm.w2_wide_kernel, {"MT": p.wide_mt, "KT": p.kt2}
+            out.append((f"w2 {width} plan{i}", kernel, {**common, **tile}, p.warps2, p.stages2, {}))
     wide = {"BN": 16, "WIDE": True, "PDL": False, "INTERPRET": False, "MT": 4, "KT": 4, "BX": 0, "ACT": 1}
     out.append(("w13 wide scales", experts_gemm.w13_kernel, wide, 4, 4, {}))
     for tokens in (16, 128):
         out.append((f"logits {tokens}", router.logits_kernel,
                     {"BE": 64, "BT": tokens, "BK": 128, "ZB": 1024, "PDL": True, "INTERPRET": False}, 4,
                     4 if tokens <= 64 else 3, {"w_ptr": "*bf16", "out_ptr": "*fp32"}))  # fmt: skip
-    for mode in (0, 1, 2):
+    for mode in (0, 1, 2, 3):
         out.append((f"route {mode}", router.route_kernel,
-                    {"EB": 1024, "TK": 16, "SPLITS": 14 if mode == 2 else 1, "HAS_BIAS": True, "RENORM": True,
-                     "LIST": mode, "LB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": False, "CHUNK": 512, "PDL": mode == 2},
-                    8 if mode == 2 else 1, 3, {}))  # fmt: skip
+                    {"EB": 1024, "TK": 16, "SPLITS": 14 if mode >= 2 else 1, "HAS_BIAS": True, "RENORM": True,
+                     "LIST": mode, "LB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": False,
+                     "CHUNK": 128 if mode == 3 else 512, "PDL": mode >= 2},
+                    8 if mode >= 2 else 1, 3, {}))  # fmt: skip
     out.append(("list small", moe_worklist.small_kernel,
                 {"TK": 16, "EB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": True, "CHUNK": 1024, "PDL": False},
                 8, 3, {}))  # fmt: skip
@@ -117,7 +118,7 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
     out.append(("place", moe_worklist.place_kernel, {"EB": 1024, "HAS_MAP": False, "CHUNK": 1024}, 4, 3, {}))
     out.append(("combine", moe_combine.combine_kernel,
                 {"TK": 16, "BLOCK": 1024, "HAS_MAP": False, "PDL": True}, 4, 3, {}))  # fmt: skip
-    out.append(("situ", situ.situ_kernel, {"ACT": 1, "BLOCK": 1024}, 4, 3, {}))
+    out.append(("situ", situ.situ_kernel, {"ACT": 1, "BLOCK": 1024, "PDL": True}, 4, 3, {}))
     names = ("low_ptr", "high_ptr", "low_scale_ptr", "high_scale_ptr")
     out.append(("repack", moe_repack.repack_kernel, {"KC": 4}, 4, 3, dict.fromkeys(names, "*u8")))
     return out
@@ -126,13 +127,15 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
 def main() -> None:
     """``expert_kernels_aot.py [arch [name ...]]``; variants that differ in nothing are compiled once."""
     arch = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    only, seen = sys.argv[2:], set()
+    only = sys.argv[2:]
+    done: dict[Any, dict[str, Any]] = {}
     for name, fn, constants, warps, stages, types in variants():
-        key = (fn.__name__, tuple(sorted(constants.items())), warps, stages)
-        if key in seen or (only and name not in only):
+        if only and name not in only:
             continue
-        seen.add(key)
-        print(json.dumps({"name": name, **compile_kernel(fn, constants, warps, stages, types, arch)}), flush=True)
+        key = (fn.__name__, tuple(sorted(constants.items())), warps, stages)
+        if key not in done:
+            done[key] = compile_kernel(fn, constants, warps, stages, types, arch)
+        print(json.dumps({"name": name, **done[key]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def check_list(
 
 @pytest.mark.parametrize(
     ("tokens", "num", "top_k", "block"),
-    [(1, 24, 8, 8), (7, 20, 3, 4), (70, 9, 5, 16), (150, 12, 3, 16)],
+    [(1, 24, 8, 8), (7, 20, 3, 8), (7, 20, 3, 4), (70, 9, 5, 16), (150, 12, 3, 16)],
 )
 def test_work_list(tokens: int, num: int, top_k: int, block: int) -> None:
     ids = choices(tokens, num, top_k)
@@ -150,7 +150,7 @@ def test_work_list(tokens: int, num: int, top_k: int, block: int) -> None:
     check_list(moe_worklist.build(ids, num - num // 3, block, emap), ids, num - num // 3, block, emap)
 
 
-@pytest.mark.parametrize("tokens", [1, 37, 130])
+@pytest.mark.parametrize("tokens", [1, 5, 37, 130])
 def test_router_and_list_agree_with_the_parts(tokens: int) -> None:
     gen = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, 256, generator=gen).bfloat16().to(DEVICE)
@@ -236,9 +236,9 @@ def test_extra_columns_and_wide_kernel_give_the_same_sums() -> None:
     ones = torch.ones(70, 1, device=DEVICE)
     outs = []
     tiles = (
-        [(16, 0, 2), (32, 32, 2), (32, 16, 0), (16, 0, 0)]
+        [(8, 0, 2), (32, 32, 2), (32, 32, 0), (16, 0, 0), (64, 0, 2), (128, 0, 0)]
         if DEVICE == "cuda"
-        else [(16, 0, 2), (32, 32, 2), (32, 32, 0)]
+        else [(8, 0, 2), (32, 32, 2), (32, 32, 0), (64, 0, 2), (128, 0, 0)]
     )
     for bn, bx, rows in tiles:
         plan = Plan(bn, 4, 1, 4, 2, 4, 1, 4, 2, rows, 64, False, bx)
@@ -282,8 +282,8 @@ def test_warmup_reaches_every_plan() -> None:
 
     config = SimpleNamespace(text=SimpleNamespace(num_experts=896, num_experts_per_token=16))
     tokens = [p["tokens"] for p in experts.warmup_profiles(config, SimpleNamespace(max_num_batched_tokens=32768))]
-    reached = {choose(t, 16, 896, "default", 90, 192) for t in tokens}
-    assert reached == set(plans())
+    for width in (192, 384, 3072):
+        assert {choose(t, 16, 896, "default", 90, width) for t in tokens} == set(plans("default", width)), width
 
 
 @gpu

@@ -15,8 +15,9 @@ SCRIPT = Path(__file__).with_name("expert_kernels_aot.py")
 SHARED_PER_MULTIPROCESSOR = 227 * 1024
 REGISTERS_PER_MULTIPROCESSOR = 65536
 # Decode is latency and issue bound: at least three programs of four warps must fit beside each other.
-DECODE = ("w13 plan0", "w13 plan1", "w2 192 plan0", "w2 192 plan1", "w2 384 plan0", "w2 384 plan1", "w2 wide plan1")
-GATE = (*DECODE, "w13 wide scales", "logits 16", "route 2", "combine", "repack")
+DECODE = tuple(f"{kernel} {width} plan{i}" for kernel in ("w13", "w2") for width in (192, 384, 3072) for i in range(4))
+LONG = tuple(f"{kernel} {width} plan6" for kernel in ("w13", "w2") for width in (192, 384, 3072))
+GATE = (*DECODE, *LONG, "w13 wide scales", "logits 16", "route 0", "route 2", "route 3", "combine", "repack")
 
 
 def compiled(arch: int, *names: str) -> dict[str, dict[str, int]]:
@@ -53,14 +54,15 @@ def test_sm_90_budgets() -> None:
 
 @pytest.mark.slow
 def test_prefill_uses_the_warpgroup_instruction() -> None:
-    row = compiled(90, "w13 plan4")["w13 plan4"]
-    assert row["hgmma"] > 0
-    assert row["stack"] == 0
-    assert row["loop_shared_stores"] == 0
+    for name, row in compiled(90, "w13 192 plan5", *LONG).items():
+        assert row["hgmma"] > 0, name
+        assert row["hmma"] == 0 or "plan5" in name, f"{name}: wgmma takes every width from 16 columns on"
+        assert row["stack"] == 0, name
+        assert row["loop_shared_stores"] == 0, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [100, 120])
 def test_newer_architectures_compile(arch: int) -> None:
-    for name, row in compiled(arch, "w13 plan1", "w2 384 plan1", "route 2", "combine").items():
+    for name, row in compiled(arch, "w13 384 plan1", "w2 384 plan1", "route 2", "combine").items():
         assert row["stack"] == 0, f"{name} spills on sm_{arch}: {row}"

@@ -6,9 +6,8 @@ Formulas (x: latent rows, one **pair** is a (token, chosen expert)):
     d[pair] = y[pair] W2_e^T                                  ``w2_kernel``, ``w2_wide_kernel``    rounded once to bf16
 
 Weights are the left operand (rows = output channels), tokens the right one, so that a handful of tokens wastes little
-of a tensor-core tile; a lane's 16-byte load is its operand (``moe_layout``) and is decoded in registers. On Hopper
-Triton turns the products into ``wgmma`` with the left operand in registers and interleaves decode and products column
-step by column step.
+of a tensor-core tile; a lane's 16-byte load is its operand (``moe_layout``) and is decoded in registers
+(``experts_decode``). From 16 columns on Hopper runs ``wgmma`` with the left operand in registers.
 
 Work comes as a list of items (expert, first position, count) over the expert-sorted pairs (``moe_worklist``): only
 touched experts are there, its length is read on the device, so a CUDA graph replays for any routing. Rows of y are in
@@ -24,133 +23,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Two half words (a word) -> four bf16 pairs, one a position. Operands: 4 out, word, multiplier of columns 0..31
-# twice (one a
-# half), multiplier of columns 32..63 twice.
-_DECODE = tl.constexpr("""
-{
-.reg .b32 t, u;
-and.b32 $0, $4, 0x81C081C0;
-shl.b32 u, $4, 3;
-and.b32 $1, u, 0x81C081C0;
-shl.b32 u, $4, 6;
-and.b32 $2, u, 0x81C081C0;
-shl.b32 u, $4, 1;
-and.b32 t, u, 0x80008000;
-shr.b32 u, $4, 3;
-lop3.b32 t, u, 0x01800180, t, 0xEA;
-shr.b32 u, $4, 7;
-lop3.b32 $3, u, 0x00400040, t, 0xEA;
-mul.rn.bf16x2 $0, $0, $5;
-mul.rn.bf16x2 $1, $1, $5;
-mul.rn.bf16x2 $2, $2, $7;
-mul.rn.bf16x2 $3, $3, $7;
-}
-""")
-# The same with a first product by 2^126, for scale bytes above 128 (their multiplier times 2^126 has no bf16).
-_DECODE_WIDE = tl.constexpr(
-    _DECODE.value.replace(
-        "mul.rn.bf16x2 $0, $0, $5;",
-        "mov.b32 u, 0x7E807E80;\n"
-        + "\n".join(f"mul.rn.bf16x2 ${i}, ${i}, u;" for i in range(4))
-        + "\nmul.rn.bf16x2 $0, $0, $5;",
-    )
-)
-# Two low scale bytes of a word -> two bf16 pairs 2^(s - 1): exponent field s + 126, for s <= 128.
-_SCALE = tl.constexpr(
-    "{\n.reg .b32 q;\n"
-    + "\n".join(f"prmt.b32 q, $2, 0, 0x4{i}4{i}; mad.lo.u32 ${i}, q, 0x80, 0x3F003F00;" for i in range(2))
-    + "\n}"
-)
+from k3_nvidia.kernels.experts_decode import columns, decode, load, multiply
 
-
-@triton.jit
-def _wide_scale(scale, half: tl.constexpr):
-    """bf16 pair of 2^(s - 127), exact for every byte: 0 is subnormal, 255 NaN."""
-    s = (scale >> (8 * half)) & 255
-    bits = tl.where(s == 0, 0x40, tl.where(s == 255, 0x7FC0, s << 7))
-    return bits | (bits << 16)
-
-
-@triton.jit
-def _plain_value(bits, scale, half: tl.constexpr):
-    """fp32 of bf16 bits (subnormal) times 2^126 times the scale: what the interpreter runs."""
-    multiplier = (_wide_scale(scale, half) << 16).to(tl.float32, bitcast=True)
-    return (bits << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37 * multiplier
-
-
-@triton.jit
-def decode_tile(codes, scale, MT: tl.constexpr, KT: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Codes [MT, KT, 256] and scale words [MT, KT, 8] -> the four operands [16 MT, 16 KT] (columns 16 p .. of each
-    block).
-
-    bf16; fp32 in the interpreter.
-    """
-    shape: tl.constexpr = (MT, KT, 8, 4, 2, 2, 2)  # g, t, u, r, h
-    codes = tl.reshape(codes, shape)
-    pair = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 2, 1)) * 16
-    scale = tl.reshape(scale, (MT, KT, 8, 1, 1, 1, 1)) >> pair  # the two bytes of row half r come down
-    if INTERPRET:
-        scale = tl.broadcast_to(scale, shape)
-        w = codes.to(tl.int32) & 0xFFFF
-        p0 = _plain_value(w & 0x81C0, scale, 0)
-        p1 = _plain_value((w << 3) & 0x81C0, scale, 0)
-        p2 = _plain_value((w << 6) & 0x81C0, scale, 1)
-        p3 = _plain_value(((w << 1) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 7) & 0x0040), scale, 1)
-    else:
-        if WIDE:
-            s0, s1 = _wide_scale(scale, 0), _wide_scale(scale, 1)
-        else:
-            s0, s1 = tl.inline_asm_elementwise(
-                _SCALE, "=&r,=&r,r", [scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-            )
-        s0 = tl.broadcast_to(s0, shape)
-        s1 = tl.broadcast_to(s1, shape)
-        asm: tl.constexpr = _DECODE_WIDE if WIDE else _DECODE
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            asm, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, s0, s1],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    return _operand(p0, MT, KT), _operand(p1, MT, KT), _operand(p2, MT, KT), _operand(p3, MT, KT)
-
-
-@triton.jit
-def _operand(part, MT: tl.constexpr, KT: tl.constexpr):
-    """[MT, KT, g, t, u, r, h] -> [MT r g, KT u t h]."""
-    return tl.reshape(tl.permute(part, (0, 5, 2, 1, 4, 3, 6)), (MT * 16, KT * 16))
-
-
-@triton.jit
-def _load4(ptrs, valid):
-    """The four 16-column slices of each 64-column block of the right operand."""
-    mask = valid[None, :]
-    return (
-        tl.load(ptrs, mask=mask, other=0.0),
-        tl.load(ptrs + 16, mask=mask, other=0.0),
-        tl.load(ptrs + 32, mask=mask, other=0.0),
-        tl.load(ptrs + 48, mask=mask, other=0.0),
-    )
-
-
-@triton.jit
-def _slice_columns(KT: tl.constexpr):
-    """[16 KT, 1]: offsets of the first slice of KT blocks."""
-    k = tl.arange(0, KT * 16)
-    return ((k // 16) * 64 + k % 16)[:, None]
-
-
-@triton.jit
-def _dot4(w, x, acc, INTERPRET: tl.constexpr):
-    """Sum of the four products on top of acc; the interpreter multiplies bf16 wrongly, so it gets fp32."""
-    if INTERPRET:
-        acc = tl.dot(w[0], x[0].to(tl.float32), acc, input_precision="ieee")
-        acc = tl.dot(w[1], x[1].to(tl.float32), acc, input_precision="ieee")
-        acc = tl.dot(w[2], x[2].to(tl.float32), acc, input_precision="ieee")
-        return tl.dot(w[3], x[3].to(tl.float32), acc, input_precision="ieee")
-    acc = tl.dot(w[0], x[0], acc)
-    acc = tl.dot(w[1], x[1], acc)
-    acc = tl.dot(w[2], x[2], acc)
-    return tl.dot(w[3], x[3], acc)
+NARROWED = tl.constexpr(32)  # items of so many tokens and more have narrower products for what they hold
+JOINED = tl.constexpr(16)  # from so many columns on the decoded tile is one operand (``experts_decode``)
 
 
 @triton.jit
@@ -189,7 +65,8 @@ def _product(
 
     The decoded tile serves both products, which is how a tile gets a width that is no power of two.
     """
-    k = _slice_columns(KT)
+    JOIN: tl.constexpr = BN >= JOINED
+    k = columns(KT, JOIN)
     x1_ptrs = x_ptr + rows1[None, :] * stride_x + k
     acc1 = tl.zeros((MT * 16, BN), tl.float32)
     acc2 = tl.zeros((MT * 16, BX if BX > 0 else 16), tl.float32)
@@ -198,18 +75,28 @@ def _product(
     for _ in range(0, KB, KT):
         scale = tl.load(s_ptrs)  # before the codes: the later load decides the layout of what is made of both
         words = tl.load(w_ptrs)
-        x1 = _load4(x1_ptrs, valid1)
+        x1 = load(x1_ptrs, valid1, JOIN)
         if BX > 0:
-            x2 = _load4(x2_ptrs, valid2)
-        weight = decode_tile(words, scale, MT, KT, WIDE, INTERPRET)
-        acc1 = _dot4(weight, x1, acc1, INTERPRET)
+            x2 = load(x2_ptrs, valid2, JOIN)
+        weight = decode(words, scale, MT, KT, JOIN, WIDE, INTERPRET)
+        acc1 = multiply(weight, x1, acc1, JOIN, INTERPRET)
         if BX > 0:
-            acc2 = _dot4(weight, x2, acc2, INTERPRET)
+            acc2 = multiply(weight, x2, acc2, JOIN, INTERPRET)
             x2_ptrs += KT * 64
         w_ptrs += KT * 1024
         s_ptrs += KT * 32
         x1_ptrs += KT * 64
     return acc1, acc2
+
+
+@triton.jit
+def _item(num_ptr, work_ptr, item):
+    """Number of items, and expert, first position and count of one: four loads in one round trip (an item past the
+    last is allocated, not written)."""
+    e = tl.load(work_ptr + item * 4)
+    first = tl.load(work_ptr + item * 4 + 1)
+    count = tl.load(work_ptr + item * 4 + 2)
+    return tl.load(num_ptr), e.to(tl.int64), first.to(tl.int64), count
 
 
 @triton.jit
@@ -254,8 +141,8 @@ def w13_kernel(
 ):  # fmt: skip
     """Program (item * row tiles + row tile): y[first + j, channels of the tile] for the item's tokens j.
 
-    An item has up to BN + BX tokens; the width of the product follows its count: BN/4 (if BX), BN, BN + BX/2 or BN +
-    BX.
+    An item has up to BN + BX tokens; the width of the product follows its count: BN/4, BN/2 or BN without BX (one
+    width below ``NARROWED``), else BN/4, BN, BN + BX/2 or BN + BX. So the last item of an expert costs what it holds.
     """
     tiles = MB // MT
     pid = tl.program_id(0)
@@ -264,39 +151,47 @@ def w13_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if item >= tl.load(num_ptr):
+    number, e, first, count = _item(num_ptr, work_ptr, item)
+    if item >= number:
         return
-    e = tl.load(work_ptr + item * 4).to(tl.int64)
-    first = tl.load(work_ptr + item * 4 + 1).to(tl.int64)
-    count = tl.load(work_ptr + item * 4 + 2)
     block = block_index(tile * MT + tl.arange(0, MT)[:, None, None], tl.arange(0, KT)[None, :, None], KB)
     w_ptrs = w_ptr + e * stride_we + block * 256 + tl.arange(0, 256)[None, None, :]
     s_ptrs = s_ptr + e * stride_se + block * 8 + tl.arange(0, 8)[None, None, :]
     if BX == 0:
-        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x, stride_y,
-                  top_k, KB, MT, KT, BN, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+        if BN < NARROWED:
+            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
+                      stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+        elif count <= BN // 4:
+            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
+                      stride_y, top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+        elif count <= BN // 2:
+            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
+                      stride_y, top_k, KB, MT, KT, BN // 2, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+        else:
+            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
+                      stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, INTERPRET)  # fmt: skip
     elif count <= BN // 4:
-        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x, stride_y,
-                  top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
+                  stride_y, top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, INTERPRET)  # fmt: skip
     elif count <= BN:
-        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x, stride_y,
-                  top_k, KB, MT, KT, BN, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
+                  stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, INTERPRET)  # fmt: skip
     elif count <= BN + BX // 2:
-        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x, stride_y,
-                  top_k, KB, MT, KT, BN, BX // 2, ACT, WIDE, INTERPRET)  # fmt: skip
+        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
+                  stride_y, top_k, KB, MT, KT, BN, BX // 2, ACT, WIDE, INTERPRET)  # fmt: skip
     else:
-        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x, stride_y,
-                  top_k, KB, MT, KT, BN, BX, ACT, WIDE, INTERPRET)  # fmt: skip
+        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
+                  stride_y, top_k, KB, MT, KT, BN, BX, ACT, WIDE, INTERPRET)  # fmt: skip
 
 
 @triton.jit
-def _load_y(ptrs, valid, K1: tl.constexpr, K2: tl.constexpr, HAS2: tl.constexpr):
-    """The whole width of some rows of y, in slices; without K2 the first slices stand in for the unused ones."""
-    first = _load4(ptrs + _slice_columns(K1), valid)
-    second = first
+def _load_y(ptrs, valid, K1: tl.constexpr, K2: tl.constexpr, HAS2: tl.constexpr, JOIN: tl.constexpr):
+    """The whole width of some rows of y as two operands; without K2 the first stands in for the unused one."""
+    first = load(ptrs + columns(K1, JOIN), valid, JOIN)
     if HAS2:
-        second = _load4(ptrs + K1 * 64 + _slice_columns(K2), valid)
-    return first, second
+        return first, load(ptrs + K1 * 64 + columns(K2, JOIN), valid, JOIN)
+    else:
+        return first, first
 
 
 @triton.jit
@@ -313,16 +208,17 @@ def _w2_rows(
 ):  # fmt: skip
     """Row tiles start..stop of one item, y on chip."""
     KB: tl.constexpr = K1 + K2 if HAS2 else K1
+    JOIN: tl.constexpr = BN >= JOINED
     n = tl.arange(0, BN)
     valid = n < count
     pair = tl.load(sorted_ptr + first + n, mask=valid, other=0).to(tl.int64)
-    y1, y2 = _load_y(y_ptr + (first + n)[None, :] * stride_y, valid, K1, K2, HAS2)
+    y1, y2 = _load_y(y_ptr + (first + n)[None, :] * stride_y, valid, K1, K2, HAS2, JOIN)
     nx = BN + tl.arange(0, BX if BX > 0 else 16)
     valid_x = nx < count
     pair_x, x1, x2 = pair, y1, y2
     if BX > 0:
         pair_x = tl.load(sorted_ptr + first + nx, mask=valid_x, other=0).to(tl.int64)
-        x1, x2 = _load_y(y_ptr + (first + nx)[None, :] * stride_y, valid_x, K1, K2, HAS2)
+        x1, x2 = _load_y(y_ptr + (first + nx)[None, :] * stride_y, valid_x, K1, K2, HAS2, JOIN)
     m = tl.arange(0, MT)[:, None, None]
     lane = tl.arange(0, 256)[None, None, :]
     octet = tl.arange(0, 8)[None, None, :]
@@ -337,15 +233,15 @@ def _w2_rows(
             scale2 = tl.load(s_base + block2 * 8 + octet)
             codes2 = tl.load(w_base + block2 * 256 + lane)
         row = tile * MT * 16 + tl.arange(0, MT * 16)
-        weight = decode_tile(codes, scale, MT, K1, WIDE, INTERPRET)
-        acc = _dot4(weight, y1, tl.zeros((MT * 16, BN), tl.float32), INTERPRET)
+        weight = decode(codes, scale, MT, K1, JOIN, WIDE, INTERPRET)
+        acc = multiply(weight, y1, tl.zeros((MT * 16, BN), tl.float32), JOIN, INTERPRET)
         if BX > 0:
-            acc_x = _dot4(weight, x1, tl.zeros((MT * 16, BX), tl.float32), INTERPRET)
+            acc_x = multiply(weight, x1, tl.zeros((MT * 16, BX), tl.float32), JOIN, INTERPRET)
         if HAS2:
-            weight2 = decode_tile(codes2, scale2, MT, K2, WIDE, INTERPRET)
-            acc = _dot4(weight2, y2, acc, INTERPRET)
+            weight2 = decode(codes2, scale2, MT, K2, JOIN, WIDE, INTERPRET)
+            acc = multiply(weight2, y2, acc, JOIN, INTERPRET)
             if BX > 0:
-                acc_x = _dot4(weight2, x2, acc_x, INTERPRET)
+                acc_x = multiply(weight2, x2, acc_x, JOIN, INTERPRET)
         _store_pairs(acc, d_ptr, pair, row, valid, stride_d, L)
         if BX > 0:
             _store_pairs(acc_x, d_ptr, pair_x, row, valid_x, stride_d, L)
@@ -369,16 +265,27 @@ def w2_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if item >= tl.load(num_ptr):
+    number, e, first, count = _item(num_ptr, work_ptr, item)
+    if item >= number:
         return
-    e = tl.load(work_ptr + item * 4).to(tl.int64)
-    first = tl.load(work_ptr + item * 4 + 1).to(tl.int64)
-    count = tl.load(work_ptr + item * 4 + 2)
     start = group * per_group
     stop = tl.minimum(start + per_group, MB // MT)
     w_base = w_ptr + e * stride_we
     s_base = s_ptr + e * stride_se
-    if BX == 0 or count <= BN:
+    if BX == 0:
+        if BN < NARROWED:
+            _w2_rows(y_ptr, d_ptr, sorted_ptr, w_base, s_base, first, count, start, stop, stride_y, stride_d, L,
+                     K1, K2, HAS2, MT, BN, 0, WIDE, STAGES, INTERPRET)  # fmt: skip
+        elif count <= BN // 4:
+            _w2_rows(y_ptr, d_ptr, sorted_ptr, w_base, s_base, first, count, start, stop, stride_y, stride_d, L,
+                     K1, K2, HAS2, MT, BN // 4, 0, WIDE, STAGES, INTERPRET)  # fmt: skip
+        elif count <= BN // 2:
+            _w2_rows(y_ptr, d_ptr, sorted_ptr, w_base, s_base, first, count, start, stop, stride_y, stride_d, L,
+                     K1, K2, HAS2, MT, BN // 2, 0, WIDE, STAGES, INTERPRET)  # fmt: skip
+        else:
+            _w2_rows(y_ptr, d_ptr, sorted_ptr, w_base, s_base, first, count, start, stop, stride_y, stride_d, L,
+                     K1, K2, HAS2, MT, BN, 0, WIDE, STAGES, INTERPRET)  # fmt: skip
+    elif count <= BN:
         _w2_rows(y_ptr, d_ptr, sorted_ptr, w_base, s_base, first, count, start, stop, stride_y, stride_d, L,
                  K1, K2, HAS2, MT, BN, 0, WIDE, STAGES, INTERPRET)  # fmt: skip
     elif count <= BN + BX // 2:
@@ -424,17 +331,25 @@ def w2_wide_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if item >= tl.load(num_ptr):
+    number, e, first, count = _item(num_ptr, work_ptr, item)
+    if item >= number:
         return
-    e = tl.load(work_ptr + item * 4).to(tl.int64)
-    first = tl.load(work_ptr + item * 4 + 1).to(tl.int64)
-    count = tl.load(work_ptr + item * 4 + 2)
     block = block_index(tile * MT + tl.arange(0, MT)[:, None, None], tl.arange(0, KT)[None, :, None], KB)
     w_ptrs = w_ptr + e * stride_we + block * 256 + tl.arange(0, 256)[None, None, :]
     s_ptrs = s_ptr + e * stride_se + block * 8 + tl.arange(0, 8)[None, None, :]
     if BX == 0:
-        _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
-                 MT, KT, BN, 0, WIDE, INTERPRET)  # fmt: skip
+        if BN < NARROWED:
+            _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
+                     MT, KT, BN, 0, WIDE, INTERPRET)  # fmt: skip
+        elif count <= BN // 4:
+            _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
+                     MT, KT, BN // 4, 0, WIDE, INTERPRET)  # fmt: skip
+        elif count <= BN // 2:
+            _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
+                     MT, KT, BN // 2, 0, WIDE, INTERPRET)  # fmt: skip
+        else:
+            _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
+                     MT, KT, BN, 0, WIDE, INTERPRET)  # fmt: skip
     elif count <= BN // 4:
         _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
                  MT, KT, BN // 4, 0, WIDE, INTERPRET)  # fmt: skip

@@ -30,13 +30,29 @@ def combine_kernel(
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(TK):
-        used = k < top_k
-        ids = tl.load(ids_ptr + token * top_k + k, mask=used, other=-1)
+    if HAS_MAP:
+        # A rank of many holds few of a token's experts: only those slots are visited.
+        slot = tl.arange(0, TK)
+        used = slot < top_k
+        ids = tl.load(ids_ptr + token * top_k + slot, mask=used, other=-1)
         _, here = local_ids(ids, map_ptr, num_local, HAS_MAP, used)
-        weight = tl.load(weights_ptr + token * top_k + k, mask=here, other=0.0)
-        d = tl.load(d_ptr + (token * top_k + k) * stride_d + column, mask=inside & here, other=0.0)
-        acc += tl.where(here, weight * d.to(tl.float32), 0.0)
+        left = tl.where(here, slot, TK)
+        k = tl.min(left, 0)
+        while k < TK:
+            weight = tl.load(weights_ptr + token * top_k + k)
+            acc += weight * tl.load(d_ptr + (token * top_k + k) * stride_d + column, mask=inside, other=0.0).to(
+                tl.float32
+            )
+            left = tl.where(left == k, TK, left)
+            k = tl.min(left, 0)
+    else:
+        for k in tl.static_range(TK):
+            used = k < top_k
+            ids = tl.load(ids_ptr + token * top_k + k, mask=used, other=-1)
+            _, here = local_ids(ids, map_ptr, num_local, HAS_MAP, used)
+            weight = tl.load(weights_ptr + token * top_k + k, mask=here, other=0.0)
+            d = tl.load(d_ptr + (token * top_k + k) * stride_d + column, mask=inside & here, other=0.0)
+            acc += tl.where(here, weight * d.to(tl.float32), 0.0)
     tl.store(out_ptr + token * stride_out + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -12,6 +12,8 @@ Buffers (int32, one allocation, see ``Worklist``):
     offset  [EB]          first sorted position of each expert
     work    [items, 4]    expert, first position, count, 0; ascending experts; at most BN pairs an item
     sorted  [T * top_k]   pair numbers (token * top_k + slot), by expert, then token
+
+A few tokens (``few``) need neither mask nor offset: their pairs are compared with each other.
 """
 
 # mypy: allow-untyped-defs
@@ -28,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from k3_core.operators.triton_host import interpreting
 
 ONE_LAUNCH_TOKENS = 128
+FEW_PAIRS = 128
 
 
 @triton.jit
@@ -102,6 +105,53 @@ def finish_small(
             keep = tl.where(below == 32, -1, (tl.full((CHUNK,), 1, tl.int32) << tl.minimum(below, 31)) - 1)
             position += popcount(bits & keep)
         tl.store(sorted_ptr + position, pair, mask=valid)
+
+
+@triton.jit
+def few_pairs(
+    ids, pair, inside, map_ptr, work_ptr, number_ptr, sorted_ptr, num_local, PAIRS: tl.constexpr, HAS_MAP: tl.constexpr
+):
+    """The whole list of at most PAIRS pairs, ids [PAIRS] in pair order, no expert with more than one item: every two
+    pairs are compared, nothing is counted through memory."""
+    local, valid = local_ids(ids, map_ptr, num_local, HAS_MAP, inside)
+    key = tl.where(valid, local * PAIRS + pair, 0x7FFFFFFF)  # in the order of the list; a pair that is not here is last
+    expert = tl.where(valid, local, -1)
+    before = key[:, None] < key[None, :]
+    same = (expert[:, None] == expert[None, :]) & valid[:, None]
+    position = tl.sum(before.to(tl.int32), 0)
+    count = tl.sum(same.to(tl.int32), 0)
+    leads = valid & (tl.sum((before & same).to(tl.int32), 0) == 0)  # first of its expert
+    item = tl.sum((before & leads[:, None]).to(tl.int32), 0)
+    tl.store(sorted_ptr + position, pair, mask=valid)
+    tl.store(number_ptr, tl.sum(leads.to(tl.int32), 0))
+    out = work_ptr + item * 4
+    tl.store(out, local, mask=leads)
+    tl.store(out + 1, position, mask=leads)
+    tl.store(out + 2, count, mask=leads)
+    tl.store(out + 3, tl.zeros((PAIRS,), tl.int32), mask=leads)
+
+
+@triton.jit
+def load_few_pairs(
+    ids_ptr, map_ptr, work_ptr, number_ptr, sorted_ptr, pairs, num_local, PAIRS: tl.constexpr, HAS_MAP: tl.constexpr
+):
+    """``few_pairs`` of ids in memory."""
+    pair = tl.arange(0, PAIRS)
+    inside = pair < pairs
+    ids = tl.load(ids_ptr + pair, mask=inside, other=-1, cache_modifier=".cg")
+    few_pairs(ids, pair, inside, map_ptr, work_ptr, number_ptr, sorted_ptr, num_local, PAIRS, HAS_MAP)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def few_kernel(
+    ids_ptr, map_ptr, work_ptr, number_ptr, sorted_ptr, tokens, top_k, num_local,
+    PAIRS: tl.constexpr, HAS_MAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the list of a few tokens from given ids."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    load_few_pairs(ids_ptr, map_ptr, work_ptr, number_ptr, sorted_ptr, tokens * top_k, num_local, PAIRS, HAS_MAP)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -208,6 +258,16 @@ def max_items(tokens: int, top_k: int, num_local: int, block_n: int) -> int:
     return max(1, min(pairs, min(num_local, pairs) + pairs // block_n))
 
 
+def few(tokens: int, padded_top_k: int, block_n: int) -> int:
+    """Pairs that ``few_pairs`` compares for so many tokens (its PAIRS), 0 where it does not apply.
+
+    Two sizes only, so that few variants are compiled: one token's pairs, and ``FEW_PAIRS``.
+    """
+    if tokens > block_n or tokens * padded_top_k > FEW_PAIRS:
+        return 0
+    return padded_top_k if tokens == 1 else FEW_PAIRS
+
+
 def allocate(tokens: int, top_k: int, num_local: int, block_n: int, device: torch.device) -> Worklist:
     """Buffers for ``tokens`` tokens; nothing is initialised (the kernels do it, or ``build`` for long batches)."""
     eb = max(16, triton.next_power_of_2(num_local))
@@ -238,6 +298,13 @@ def build(
     has_map = expert_map is not None
     emap = topk_ids if expert_map is None else expert_map
     tk = triton.next_power_of_2(top_k)
+    if pairs := few(tokens, tk, block_n):
+        options = {} if interpreting() else {"launch_pdl": pdl}
+        few_kernel[(1,)](
+            topk_ids, emap, lst.work, lst.number, lst.sorted, tokens, top_k, num_local,
+            PAIRS=pairs, HAS_MAP=has_map, PDL=pdl and not interpreting(), num_warps=4, **options,
+        )  # fmt: skip
+        return lst
     if tokens <= ONE_LAUNCH_TOKENS:
         words = triton.next_power_of_2(triton.cdiv(max(tokens, 1), 32))
         if words * eb > lst.mask.numel():

@@ -25,8 +25,11 @@ from k3_nvidia.kernels.moe_worklist import (
     ONE_LAUNCH_TOKENS,
     Worklist,
     allocate,
+    few,
+    few_pairs,
     finish_long,
     finish_small,
+    load_few_pairs,
     local_ids,
     mark,
 )
@@ -74,43 +77,78 @@ def _sum_splits(logits_ptr, at, mask, stride_split, SPLITS: tl.constexpr):
     return total
 
 
+@triton.jit
+def _scores(logits_ptr, bias_ptr, row, expert, there, stride_split, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Sigmoid scores of some experts, and the same with the bias that decides the choice."""
+    score = 1.0 / (1.0 + tl.exp(-_sum_splits(logits_ptr, row + expert, there, stride_split, SPLITS)))
+    if HAS_BIAS:
+        return score, score + tl.load(bias_ptr + expert, mask=there, other=0.0)
+    else:
+        return score, score
+
+
+@triton.jit
+def _keys(choice, expert, there, EB: tl.constexpr):
+    """64-bit integers, all different, in the order of (choice, lower id first): the value over the id counted from
+    above.
+
+    NaN is a value like any other, so that ids stay distinct; experts past the last come after all others.
+    """
+    lowest: tl.constexpr = -0x7FFFFFFF - 1
+    key = (choice + 0.0).to(tl.int32, bitcast=True)
+    key = key ^ ((key >> 31) & 0x7FFFFFFF)
+    key = tl.where(there, tl.maximum(key, lowest + 1), lowest)
+    return (key.to(tl.int64) << 32) | (EB - 1 - expert)
+
+
+@triton.jit
+def _expert_of(key, EB: tl.constexpr):
+    return (EB - 1 - (key & 0xFFFFFFFF)).to(tl.int32)
+
+
+@triton.jit
+def _choose(
+    logits_ptr, bias_ptr, row, num_experts, stride_split, EB: tl.constexpr, TK: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """The TK best experts of one token, best first: the TK groups of eight with the best best member hold them all, so
+    groups are chosen first, then experts among their members (two short sorting networks instead of TK dependent
+    maxima over all)."""
+    GS: tl.constexpr = 8
+    GROUPS: tl.constexpr = EB // GS
+    CHOSEN: tl.constexpr = min(TK, GROUPS)
+    expert = tl.arange(0, GROUPS)[:, None] * GS + tl.arange(0, GS)[None, :]
+    there = expert < num_experts
+    _, choice = _scores(logits_ptr, bias_ptr, row, expert, there, stride_split, SPLITS, HAS_BIAS)
+    best = tl.topk(tl.max(_keys(choice, expert, there, EB), 1), CHOSEN)
+    member = (_expert_of(best, EB) // GS)[:, None] * GS + tl.arange(0, GS)[None, :]
+    there = member < num_experts
+    _, choice = _scores(logits_ptr, bias_ptr, row, member, there, stride_split, SPLITS, HAS_BIAS)
+    key = tl.reshape(_keys(choice, member, there, EB), (CHOSEN * GS,))
+    return _expert_of(tl.topk(key, TK), EB)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def route_kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, map_ptr, mask_ptr, ticket_ptr, work_ptr, number_ptr, offset_ptr,
     sorted_ptr,
     tokens, num_experts, num_local, top_k, stride_t, factor,
     EB: tl.constexpr, TK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, RENORM: tl.constexpr,
-    LIST: tl.constexpr, LB: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr, HAS_MAP: tl.constexpr,
-    CHUNK: tl.constexpr, PDL: tl.constexpr,
+    LIST: tl.constexpr, LB: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
+    HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program of one token. LIST 0: choice only; 1: also mark the mask; 2: the last program also builds the list."""
+    """Program of one token. LIST 0: choice only; 1: also mark the mask; 2: the last program also builds the list from
+    it; 3: the last program builds the list of at most CHUNK pairs from the ids."""
     token = tl.program_id(0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.arange(0, EB)
-    there = expert < num_experts
     row = token.to(tl.int64) * stride_t
     stride_split = tokens * stride_t  # the splits lie one behind the other
-    score = 1.0 / (1.0 + tl.exp(-_sum_splits(logits_ptr, row + expert, there, stride_split, SPLITS)))
-    choice = score
-    if HAS_BIAS:
-        choice += tl.load(bias_ptr + expert, mask=there, other=0.0)
-    # An integer key in the order of the values, over the id counted from above: one maximum finds value and lowest id.
-    # NaN is a value like any other, so that ids stay distinct.
-    key = (choice + 0.0).to(tl.int32, bitcast=True)
-    key = key ^ ((key >> 31) & 0x7FFFFFFF)
-    lowest: tl.constexpr = -0x7FFFFFFF - 1
-    gone: tl.constexpr = -0x7FFFFFFFFFFFFFFF - 1
-    key = (tl.maximum(key, lowest + 1).to(tl.int64) << 32) | (EB - 1 - expert)
-    key = tl.where(there, key, gone)
     slot = tl.arange(0, TK)
-    ids = tl.zeros((TK,), tl.int32)
-    for i in range(0, top_k):
-        best = tl.max(key, 0)
-        ids = tl.where(slot == i, (EB - 1 - (best & 0xFFFFFFFF)).to(tl.int32), ids)
-        key = tl.where(key == best, gone, key)
     used = slot < top_k
+    ids = _choose(logits_ptr, bias_ptr, row, num_experts, stride_split, EB, TK, SPLITS, HAS_BIAS)
+    ids = tl.where(used, ids, 0)
     chosen = 1.0 / (1.0 + tl.exp(-_sum_splits(logits_ptr, row + ids, used, stride_split, SPLITS)))
     chosen = tl.where(used, chosen, 0.0)
     if RENORM:
@@ -118,17 +156,24 @@ def route_kernel(
     out = token.to(tl.int64) * top_k + slot
     tl.store(weights_ptr + out, chosen * factor, mask=used)
     tl.store(ids_ptr + out, ids, mask=used)
-    if LIST > 0:
+    if (LIST == 1) | (LIST == 2):
         local, valid = local_ids(ids, map_ptr, num_local, HAS_MAP, used)
         mark(mask_ptr, local, tl.zeros((TK,), tl.int32) + token, valid, LB)
-    if LIST == 2:
+    if (LIST == 3) & (CHUNK == TK):
+        few_pairs(ids, slot, used, map_ptr, work_ptr, number_ptr, sorted_ptr, num_local, CHUNK, HAS_MAP)
+    elif LIST >= 2:
         tl.debug_barrier()
         if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tokens - 1:
             tl.debug_barrier()
-            finish_small(
-                mask_ptr, ids_ptr, map_ptr, work_ptr, number_ptr, offset_ptr, sorted_ptr, tokens, top_k, num_local,
-                LB, WORDS, BN, HAS_MAP, CHUNK,
-            )  # fmt: skip
+            if LIST == 3:
+                load_few_pairs(
+                    ids_ptr, map_ptr, work_ptr, number_ptr, sorted_ptr, tokens * top_k, num_local, CHUNK, HAS_MAP
+                )
+            else:
+                finish_small(
+                    mask_ptr, ids_ptr, map_ptr, work_ptr, number_ptr, offset_ptr, sorted_ptr, tokens, top_k, num_local,
+                    LB, WORDS, BN, HAS_MAP, CHUNK,
+                )  # fmt: skip
 
 
 def supports(
@@ -205,8 +250,9 @@ def _launch_route(
         return weights, ids
     tk = triton.next_power_of_2(top_k)
     # One warp a token is right where tokens fill the device; alone it takes 18 us where four take 6.
-    warps = 8 if mode == 2 else 4 if tokens <= ONE_LAUNCH_TOKENS else 1
+    warps = 8 if mode >= 2 else 4 if tokens <= ONE_LAUNCH_TOKENS else 1
     words = triton.next_power_of_2(triton.cdiv(tokens, 32)) if mode == 2 else 1
+    chunk = 512 if lst is None or mode != 3 else few(tokens, tk, lst.block_n)
     dummy = ids
     mask, ticket, work, number, offset, order = (
         (dummy,) * 6 if lst is None else (lst.mask, lst.ticket, lst.work, lst.number, lst.offset, lst.sorted)
@@ -220,7 +266,7 @@ def _launch_route(
         EB=max(16, triton.next_power_of_2(num_experts)), TK=tk, SPLITS=splits, HAS_BIAS=bias is not None,
         RENORM=renormalize, LIST=mode, LB=16 if lst is None else lst.offset.numel(), WORDS=words,
         BN=lst.block_n if lst is not None and mode == 2 else 16,
-        HAS_MAP=expert_map is not None, CHUNK=512, PDL=pdl, num_warps=warps, **options,
+        HAS_MAP=expert_map is not None, CHUNK=chunk, PDL=pdl, num_warps=warps, **options,
     )  # fmt: skip
     return weights, ids
 
@@ -268,11 +314,12 @@ def route_and_list(
     lst = allocate(tokens, top_k, num_local, block_n, x.device)
     eb = lst.offset.numel()
     if tokens <= ONE_LAUNCH_TOKENS:
-        words = triton.next_power_of_2(triton.cdiv(max(tokens, 1), 32))
-        zero = torch.empty(words * eb + 16, dtype=torch.int32, device=x.device)
-        lst.mask, lst.ticket = zero[: words * eb], zero[words * eb :]
+        mode = 3 if few(tokens, triton.next_power_of_2(top_k), block_n) else 2
+        marks = 0 if mode == 3 else triton.next_power_of_2(triton.cdiv(max(tokens, 1), 32)) * eb
+        zero = torch.empty(marks + 16, dtype=torch.int32, device=x.device)
+        lst.mask, lst.ticket = zero[:marks], zero[marks:]
         logits = router_logits(x, weight, zero, pdl)
-        weights, ids = _launch_route(logits, bias, top_k, renormalize, factor, lst, 2, num_local, expert_map, pdl)
+        weights, ids = _launch_route(logits, bias, top_k, renormalize, factor, lst, mode, num_local, expert_map, pdl)
         return weights, ids, lst
     words = triton.cdiv(tokens, 32)
     scratch = torch.empty(2 * words * eb + eb + 16, dtype=torch.int32, device=x.device)
@@ -286,7 +333,7 @@ def route_and_list(
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
-    """Variants serving can meet: one a power of two of tokens up to 128, and the long one."""
-    tokens = [1, 16, 32, 64, 128, 256]
+    """Variants serving can meet: one token, a few, one a power of two of tokens up to 128, and the long one."""
+    tokens = [1, 8, 16, 32, 64, 128, 256]
     most = int(getattr(limits, "max_num_batched_tokens", 256))
     return [{"tokens": t} for t in tokens if t <= max(most, 1)] or [{"tokens": 1}]

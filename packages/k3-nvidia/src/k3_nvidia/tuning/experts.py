@@ -1,8 +1,9 @@
 """Tile choices of the expert kernels as data, and the rule for devices that nobody measured.
 
-A plan is chosen by the number of pairs an expert can expect, ``pairs = tokens * top_k / experts``: that, not the token
-count, decides how many columns a tile should have. The table is per device name; an unmeasured device of capability 9.0
-or higher uses ``default`` (the Hopper rows), one below 9.0 the same tiles with fewer stages (less shared memory).
+A plan is chosen by the width of a rank's experts, which says how many programs share an expert, and by the number of
+pairs an expert can expect, ``pairs = tokens * top_k / experts``: that, not the token count, decides how many columns a
+tile should have. The tables are per device name; an unmeasured device of capability 9.0 or higher uses ``default`` (the
+Hopper rows), one below 9.0 the same tiles with fewer stages (less shared memory).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Plan:
-    """Tiles of one expert call. block_n: tokens a tile, plus up to extra_n more in a second accumulator; w13: row
+    """Tiles of one expert call. block_n: tokens a tile, plus up to extra_n (0, or 32 and more) in a second accumulator;
+    w13: row
     blocks (16 rows each), column blocks (64 each), warps, stages;
     w2: row blocks, warps, stages and row tiles a program (narrow kernel), or wide_mt row blocks and kt2 column
     blocks."""
@@ -43,33 +45,47 @@ class Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """A plan and the largest expected pairs an expert (and tokens) it is for."""
+    """A plan, and the widest expert and the largest expected pairs an expert it is for."""
 
+    max_width: float
     max_pairs: float
     plan: Plan
 
 
 @lru_cache(maxsize=1)
 def _tables() -> dict[str, list[Row]]:
+    """Rows of each device, narrow experts first, then few pairs first."""
     raw = json.loads((Path(__file__).parent / "experts.json").read_text())
     return {
-        device: [Row(float(r["max_pairs"]), Plan(**r["plan"])) for r in entry["rows"]]
+        device: [
+            Row(float(table["max_width"]), float(row["max_pairs"]), Plan(**row["plan"]))
+            for table in entry["tables"]
+            for row in table["rows"]
+        ]
         for device, entry in raw["devices"].items()
     }
 
 
+def rows(device: str, width: int | None = None) -> list[Row]:
+    """The rows of a device (``default`` if it has none): all, or those of the narrowest table that holds ``width``."""
+    tables = _tables()
+    found = tables.get(device, tables["default"])
+    if width is None:
+        return found
+    limit = next((r.max_width for r in found if width <= r.max_width), found[-1].max_width)
+    return [r for r in found if r.max_width == limit]
+
+
 def choose(tokens: int, top_k: int, num_experts: int, device: str, capability: int, width: int) -> Plan:
     """The plan for a call: ``num_experts`` over all ranks, ``width`` of one rank's expert (padded to 64)."""
-    tables = _tables()
-    rows = tables.get(device, tables["default"])
+    table = rows(device, width)
     pairs = tokens * top_k / max(num_experts, 1)
-    plan = next((r.plan for r in rows if pairs <= r.max_pairs), rows[-1].plan)
+    plan = next((r.plan for r in table if pairs <= r.max_pairs), table[-1].plan)
     if capability < 90:
         plan = replace(plan, stages13=min(plan.stages13, 2), stages2=min(plan.stages2, 2), pdl=False)
     return plan
 
 
-def plans(device: str = "default") -> list[Plan]:
-    """All plans of a device, smallest batch first (warm-up compiles each)."""
-    tables = _tables()
-    return [r.plan for r in tables.get(device, tables["default"])]
+def plans(device: str = "default", width: int | None = None) -> list[Plan]:
+    """All plans of a device, or of one width, smallest batch first (warm-up compiles each)."""
+    return [r.plan for r in rows(device, width)]
