@@ -1,23 +1,41 @@
 """KDA on one GPU: prefill, decode, verification and their neighbours against vLLM's kernels and the byte floor.
 
 ``python bench.py --rows kda`` (``--slice prefill`` and so on for a part). Every row is checked against the fp64
-contract before it is timed. Prefill rows carry three figures a side: cold eager time (launches included), the same
-inside a CUDA graph (device time), and the error against fp64.
+contract before it is timed; a red check suppresses the figure. Prefill rows carry three figures a side: cold eager
+time (launches included), the same inside a CUDA graph (device time), and the error against fp64. "Ours" is the path
+that serving takes for the shape, named in the row (this wheel's chunk kernels, or vLLM's FlashKDA operator between our
+gather and scatter); "theirs" is the path of vLLM's layer around the same operator, its gather and scatter included.
+Times of both of ours are in the row. `kernels` names what ran on both sides.
+
+Resumable: finished rows are kept. K3_BENCH_SECONDS limits the time after which no further row is begun. At the end
+plots_kda.py draws the plots beside the results and ci/render_docs.py writes the page, where they are here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import plots_kda
 import rival_kda
 import torch
-from harness import Results, copy_bandwidth, relative_error, require, table, time_pair_cold, time_pair_graph
+from harness import (
+    Results,
+    copy_bandwidth,
+    kernel_names,
+    relative_error,
+    require,
+    table,
+    time_pair_cold,
+    time_pair_graph,
+)
 
 from k3_core.contracts import kda as contract
-from k3_nvidia.kernels import kda_plan, kda_prefill, kda_step
+from k3_nvidia.kernels import kda_flash, kda_plan, kda_prefill, kda_step
 
 BOUND = -5.0
 DIM = 128
@@ -45,6 +63,7 @@ DECODE = [
     *((24, n) for n in (32, 128)),
     *((96, n) for n in (8, 32, 128)),
 ]
+LAYER = [(6, (8192,)), (12, (8192,)), (96, (8192,)), (96, (1024,) * 8), (12, (1024,) * 8)]
 VERIFY = [(heads, n, spec) for heads in (6, 12) for spec in (1, 3, 7) for n in (1, 8, 32, 64)]
 
 
@@ -92,33 +111,65 @@ def expected_prefill(case: dict[str, Any], cu: torch.Tensor, heads: int) -> tupl
     return contract.chunked(q, k, v, g, case["beta"][:, :heads].double(), start, cu.cuda(), chunk=64)
 
 
+_names: dict[str, list[str]] = {}
+
+
+def named(key: str, call: Callable[[], Any]) -> list[str]:
+    """Kernels of a path, asked of the profiler once a path; their parameter lists are left out."""
+    if key not in _names:
+        try:
+            _names[key] = [name.removeprefix("void ").split("<")[0].split("(")[0] for name in kernel_names(call)]
+        except Exception as error:
+            _names[key] = [f"not known: {type(error).__name__}"]
+    return _names[key]
+
+
+def engines(heads: int, cu: torch.Tensor) -> tuple[str, dict[str, kda_plan.Plan]]:
+    """(what serving chooses, a plan for each of our implementations that can run here)."""
+    chosen = kda_plan.plan_prefill(cu, heads, "cuda").engine
+    there = [kda_plan.CHUNKS] + ([kda_plan.FLASH] if kda_flash.operator()[0] is not None else [])
+    if chosen not in there:
+        chosen = kda_plan.CHUNKS
+    return chosen, {name: kda_plan.plan_prefill(cu, heads, "cuda", engine=name) for name in there}
+
+
 def prefill_row(heads: int, lengths: Sequence[int]) -> dict[str, Any]:
     case, cu = prefill_case(heads, lengths), boundaries(lengths)
     device_cu = cu.cuda()
-    plan = kda_plan.plan_prefill(cu, heads, "cuda")
+    chosen, plans = engines(heads, cu)
     saved = case["recurrent_state"].clone()
-    out = torch.full_like(case["q"], math.nan)
     shown = min(heads, 3 if sum(lengths) <= 8192 else 1)
     o, state = expected_prefill(case, cu, shown)
     slots = case["slot_mapping"].long()
-    ours = ours_prefill(case, device_cu, plan, out)
+    row: dict[str, Any] = {"engine": chosen, "tokens": sum(lengths), "longest": max(lengths), "heads": heads}
+    out = torch.empty_like(case["q"])
+    sides: dict[str, Any] = {name: ours_prefill(case, device_cu, plan, out) for name, plan in plans.items()}
+    for name, call in sides.items():
+        out.fill_(math.nan)
+        call()
+        errors = [relative_error(out[:, :shown], o), relative_error(case["recurrent_state"][slots, :shown], state)]
+        require(max(errors) < 8e-3, f"prefill {heads} {lengths[:4]} {name}: errors {errors}")
+        require(bool(out.isfinite().all()), f"{name} left rows unwritten")
+        row[f"{name}_errors"] = errors
+        case["recurrent_state"].copy_(saved)
+    row["errors"] = row[f"{chosen}_errors"]
     theirs = rival_kda.prefill(case, device_cu)
-    row: dict[str, Any] = {"segments": plan.num_segments, "chunks": plan.num_chunks}
-    ours()
-    row["errors"] = [relative_error(out[:, :shown], o), relative_error(case["recurrent_state"][slots, :shown], state)]
-    require(max(row["errors"]) < 8e-3, f"prefill {heads} {lengths[:4]}: errors {row['errors']}")
-    require(bool(out.isfinite().all()), "prefill left rows unwritten")
-    case["recurrent_state"].copy_(saved)
     if theirs is not None:
         got, final = theirs()
-        row["rival_error"] = [relative_error(got[:, :shown], o), relative_error(final[:, :shown], state)]
-    sides = [ours] + ([theirs] if theirs else [])
-    cold, graph = time_pair_cold(sides, 10), time_pair_graph(sides, 8)
-    floor = sum(lengths) * heads * (DIM * 10 + 4) + len(lengths) * heads * DIM * DIM * 8
-    row |= {"cold_us": cold[0], "graph_us": graph[0], "floor_bytes": floor}
+        row["rival_errors"] = [relative_error(got[:, :shown], o), relative_error(final[:, :shown], state)]
+        sides["rival"] = theirs
+    calls = list(sides.values())
+    for how, times in (("cold", time_pair_cold(calls, 10)), ("graph", time_pair_graph(calls, 8))):
+        row |= {f"{name}_{how}_us": us for name, us in zip(sides, times, strict=True)}
+        row[f"{how}_us"] = row[f"{chosen}_{how}_us"]
+        if theirs is not None:
+            row[f"{how}_ratio"] = row[f"{how}_us"] / row[f"rival_{how}_us"]
+    row["floor_bytes"] = sum(lengths) * heads * (DIM * 10 + 4) + len(lengths) * heads * DIM * DIM * 8
+    cut = "cut" if chosen == kda_plan.CHUNKS and plans[chosen].order.numel() else "uncut"
+    row["kernels"] = {"ours": named(f"prefill {chosen} {cut}", sides[chosen])}
     if theirs is not None:
-        row |= {"rival_cold_us": cold[1], "rival_graph_us": graph[1], "rival": "FlashKDA (vLLM)",
-                "cold_ratio": cold[0] / cold[1], "graph_ratio": graph[0] / graph[1]}  # fmt: skip
+        row["rival"] = "gather + FlashKDA + scatter (vLLM)"
+        row["kernels"]["theirs"] = named("prefill rival", theirs)
     return row
 
 
@@ -134,11 +185,13 @@ def accuracy_row(kind: str, heads: int = 6, tokens: int = 4096) -> dict[str, Any
     device_cu = cu.cuda()
     slots = case["slot_mapping"].long()
     o, state = expected_prefill(case, cu, heads)
+    saved = case["recurrent_state"].clone()
     theirs = rival_kda.prefill(case, device_cu)
     row: dict[str, Any] = {}
     if theirs is not None:
         got, final = theirs()
         row["rival_errors"] = [relative_error(got, o), relative_error(final, state)]
+        case["recurrent_state"].copy_(saved)
     for segments in (0, 5):
         again = {**case, "recurrent_state": case["recurrent_state"].clone()}
         plan = kda_plan.plan_prefill(cu, heads, "cuda", segment_chunks=segments)
@@ -155,18 +208,20 @@ def layer_row(heads: int, lengths: Sequence[int]) -> dict[str, Any]:
     """From the projections to the gated norm."""
     case, cu = prefill_case(heads, lengths), boundaries(lengths)
     device_cu = cu.cuda()
-    plan = kda_plan.plan_prefill(cu, heads, "cuda")
+    chosen, plans = engines(heads, cu)
+    plan = plans[chosen]
     tokens = sum(lengths)
-    mixed = torch.empty_like(case["qkv"])
+    mixed = torch.empty(3, tokens, heads * DIM, dtype=torch.bfloat16, device="cuda")
     o, y = torch.empty_like(case["q"]), torch.full_like(case["q"], math.nan)
     slots, first = case["slot_mapping"], case["has_initial_state"]
-    case["q"], case["k"], case["v"] = (x.view(tokens, heads, DIM) for x in mixed.split(heads * DIM, dim=1))
+    case["q"], case["k"], case["v"] = mixed.view(3, tokens, heads, DIM).unbind(0)
     core = ours_prefill(case, device_cu, plan, o)
 
     def ours() -> torch.Tensor:
         kda_prefill.short_conv(
-            case["qkv"], case["conv_weight"], case["conv_state"], slots, device_cu, first, out=mixed, plan=plan
-        )
+            case["qkv"], case["conv_weight"], case["conv_state"], slots, device_cu, first, out=mixed, plan=plan,
+            parts=3,
+        )  # fmt: skip
         core()
         return kda_prefill.gated_norm(o, case["gate"], case["o_norm_weight"], case["o_norm_eps"], out=y)
 
@@ -175,7 +230,7 @@ def layer_row(heads: int, lengths: Sequence[int]) -> dict[str, Any]:
     ours()
     case["recurrent_state"].copy_(saved)
     x, _ = contract.short_conv(case["qkv"].double(), case["conv_weight"].double(), old.double(), cu)
-    require(relative_error(mixed, x) < 3e-3, "short_conv")
+    require(relative_error(torch.cat(list(mixed), 1), x) < 3e-3, "short_conv")
     want, _ = expected_prefill(case, cu, 1)
     want = contract.output_norm(want, case["gate"][:, :1].double(), case["o_norm_weight"].double(), 1e-5)
     error = relative_error(y[:, :1], want)
@@ -183,9 +238,16 @@ def layer_row(heads: int, lengths: Sequence[int]) -> dict[str, Any]:
     theirs = rival_kda.prefill_layer(case, device_cu)
     sides = [ours] + ([theirs] if theirs else [])
     cold = time_pair_cold(sides, 10)
-    row: dict[str, Any] = {"errors": [error], "cold_us": cold[0], "graph_us": time_pair_graph([ours], 8)[0]}
+    row: dict[str, Any] = {"engine": chosen, "errors": [error], "cold_us": cold[0]}
+    row |= {"graph_us": time_pair_graph([ours], 8)[0], "kernels": {"ours": named(f"layer {chosen}", ours)}}
+    row["floor_bytes"] = tokens * heads * (DIM * 12 + 4) + len(lengths) * heads * DIM * DIM * 8
     if theirs is not None:
-        row |= {"rival_cold_us": cold[1], "cold_ratio": cold[0] / cold[1], "rival": "3 conv + FlashKDA + norm (vLLM)"}
+        row["kernels"]["theirs"] = named("layer rival", theirs)
+        row |= {
+            "rival_cold_us": cold[1],
+            "cold_ratio": cold[0] / cold[1],
+            "rival": "3 conv + gather + FlashKDA + scatter + norm (vLLM)",
+        }
         try:
             row["rival_graph_us"] = time_pair_graph([theirs], 8)[0]
             row["graph_ratio"] = row["graph_us"] / row["rival_graph_us"]
@@ -264,8 +326,11 @@ def step_row(heads: int, rows: int, spec: int) -> dict[str, Any]:
             names.append(make.__name__)
     graph = time_pair_graph(sides, 12, repeat=1)
     row: dict[str, Any] = {"errors": [error], "graph_us": graph[0], "floor_bytes": traffic}
-    for name, us in zip(names, graph[1:], strict=True):
+    row |= {"heads": heads, "rows": rows, "spec": spec}
+    row["kernels"] = {"ours": named(f"step {bool(spec)}", sides[0][0])}
+    for name, us, calls in zip(names, graph[1:], sides[1:], strict=True):
         row |= {f"{name}_us": us, f"{name}_ratio": graph[0] / us}
+        row["kernels"][name] = named(name, calls[0])
     return row
 
 
@@ -287,7 +352,7 @@ def plan_rows() -> list[tuple[str, Any]]:
     for heads, lengths in HEADLINES:
         rows.append((f"prefill h{heads} {lengths[0]}x1", lambda h=heads, s=lengths: prefill_row(h, s)))
     rows += [(f"decode h{h} n{n}", lambda h=h, n=n: step_row(h, n, 0)) for h, n in DECODE]
-    rows += [(f"layer h{h} 8192x1", lambda h=h: layer_row(h, (8192,))) for h in (6, 12)]
+    rows += [(f"layer h{h} {s[0]}x{len(s)}", lambda h=h, s=s: layer_row(h, s)) for h, s in LAYER]
     rows += [(f"verify h{h} n{n} spec{s}", lambda h=h, n=n, s=s: step_row(h, n, s)) for h, n, s in VERIFY]
     for heads, lengths in SWEEP:
         same = len(set(lengths)) == 1
@@ -301,8 +366,12 @@ def run(out: Path, slices: Sequence[str]) -> None:
     results = Results(out / "kda.json")
     copy: dict[int, float] = {}
     shown: list[list[Any]] = []
+    stop = time.monotonic() + float(os.environ.get("K3_BENCH_SECONDS", "inf"))
     for key, measure in plan_rows():
         if slices and not any(s in key for s in slices):
+            continue
+        if time.monotonic() > stop and key not in results.rows:
+            print(f"{key}: not begun, K3_BENCH_SECONDS are over", flush=True)
             continue
         row = with_floor(results.row(key, measure), copy)
         results.save()
@@ -316,3 +385,6 @@ def run(out: Path, slices: Sequence[str]) -> None:
             shown.append([key, f"{row['graph_us']:.1f} us", " ".join(f"{k} {v}" for k, v in ratios.items())])
         print("  ".join(map(str, shown[-1])), flush=True)
     print(table([[*r, ""][:3] for r in shown], ["row", "graph", "ratios"]))
+    results.notes = plots_kda.notes(results.rows)
+    results.save()
+    plots_kda.publish(out / "kda.json")

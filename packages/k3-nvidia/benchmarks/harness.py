@@ -216,6 +216,7 @@ class Results:
         self.path = Path(path)
         self.record = device_record()
         self.rows: dict[str, dict[str, Any]] = {}
+        self.notes: list[str] = []  # Markdown that the page shows below the rows
         if resume and self.path.exists():
             old = json.loads(self.path.read_text())
             keep = ("device", "torch", "triton", "vllm")
@@ -226,7 +227,8 @@ class Results:
         """Write the file whole, through a temporary name."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         tmp = self.path.with_suffix(".tmp")
-        tmp.write_text(json.dumps({"environment": self.record, "rows": self.rows}, indent=1) + "\n")
+        page = {"environment": self.record, "rows": self.rows} | ({"notes": self.notes} if self.notes else {})
+        tmp.write_text(json.dumps(page, indent=1) + "\n")
         tmp.replace(self.path)
 
     def row(self, key: str, measure: Callable[[], dict[str, Any]], redo: bool = False) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
 """vLLM's own KDA operators on our inputs, called as its Kimi K3 layer calls them; every entry is None without vLLM.
 
 Conventions differ from the operator table: raw beta (before the sigmoid), a leading batch axis, packed initial and
-final states around FlashKDA. What its layer does around a kernel (gather of the initial states, scatter of the final
-ones, three convolutions, the norm) is timed only in the rows that say so.
+final states around FlashKDA. What its layer does around a kernel is part of a row: gather of the initial states and
+scatter of the final ones in every prefill row, three convolutions and the norm in the rows that say so. What its engine
+prepares once a step (index tensors of the convolutions, buffers) is prepared outside the clock.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def rivals() -> dict[str, Any]:
         _loaded["conv_update"] = _load(conv, "causal_conv1d_update")
         _loaded["recurrent"] = _load(recurrent, "fused_recurrent_kda")
         _loaded["packed"] = _load(recurrent, "fused_recurrent_kda_packed_decode")
+        _loaded["conv_tables"] = _load("vllm.v1.attention.backends.utils", "compute_causal_conv1d_metadata")
+        _loaded["gather"] = _load("vllm.model_executor.layers.mamba.ops.gather_initial_states", "gather_initial_states")
         _loaded["norm"] = _load("vllm.third_party.flash_linear_attention.ops.kda", "rms_norm_gated")
     return _loaded
 
@@ -48,29 +51,38 @@ def _raw(beta: torch.Tensor) -> torch.Tensor:
 
 
 def prefill(case: dict[str, Any], cu: torch.Tensor) -> Call | None:
-    """FlashKDA, conv and norm excluded, states packed already: the kernel alone."""
-    flash = rivals()["flash"]
-    if flash is None:
+    """Gather of the initial states, FlashKDA, scatter of the final ones: its layer without convolution and norm."""
+    flash, gather = rivals()["flash"], rivals()["gather"]
+    if flash is None or gather is None:
         return None
     q, k, v, z = (case[n].unsqueeze(0) for n in ("q", "k", "v", "z"))
     tokens, heads, dim = case["q"].shape
-    sequences = cu.numel() - 1
-    slots = case["slot_mapping"].long()
-    first = case["has_initial_state"].view(-1, 1, 1, 1)
-    initial = torch.where(first, case["recurrent_state"][slots], torch.zeros((), device=q.device)).contiguous()
-    final, out = torch.empty_like(initial), torch.empty_like(v)
+    slots, pool = case["slot_mapping"], case["recurrent_state"]
+    sequences, long_slots = slots.numel(), slots.long()
+    final = torch.empty(sequences, heads, dim, dim, dtype=pool.dtype, device=q.device)
+    out = torch.empty_like(v)
     workspace = torch.empty(int(flash.get_workspace_size(tokens, heads, sequences)), dtype=torch.uint8, device=q.device)
     raw = _raw(case["beta"])
     bias = case["dt_bias"].view(heads, dim)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
+        initial = gather(pool, slots, case["has_initial_state"])
         flash.fwd(
             q, k, v, z, raw, dim**-0.5, out, workspace, case["a_log"], bias, case["lower_bound"], initial, final, cu,
             None, None,
         )  # fmt: skip
+        pool[long_slots] = final
         return out[0], final
 
     return call
+
+
+class ConvTables:
+    """What the engine prepares once a step for the convolutions of a prefill."""
+
+    def __init__(self, cu: torch.Tensor) -> None:
+        made = rivals()["conv_tables"](cu.cpu(), device=cu.device)
+        self.nums_dict, self.batch_ptr, self.token_chunk_offset_ptr = made
 
 
 def _norm(weight: torch.Tensor) -> Any:
@@ -87,8 +99,9 @@ def prefill_layer(case: dict[str, Any], cu: torch.Tensor) -> Call | None:
     """Three convolutions, gather, FlashKDA, scatter, norm: from the projections to the gated norm."""
     r = rivals()
     norm = _norm(case["o_norm_weight"])
-    if r["flash"] is None or r["conv_fn"] is None or norm is None:
+    if any(r[n] is None for n in ("flash", "conv_fn", "gather")) or norm is None:
         return None
+    tables = None if r["conv_tables"] is None else ConvTables(cu)
     tokens, channels = case["qkv"].shape
     third = channels // 3
     dim = case["o_norm_weight"].numel()
@@ -100,8 +113,6 @@ def prefill_layer(case: dict[str, Any], cu: torch.Tensor) -> Call | None:
     workspace = torch.empty(size, dtype=torch.uint8, device=out.device)
     raw, z, gate = _raw(case["beta"]), case["z"].unsqueeze(0), case["gate"].unsqueeze(0)
     long_slots = slots.long()
-    mask = first.view(-1, 1, 1, 1)
-    zero = torch.zeros((), device=out.device)
     parts = [slice(n * third, (n + 1) * third) for n in range(3)]
 
     def call() -> torch.Tensor:
@@ -109,10 +120,11 @@ def prefill_layer(case: dict[str, Any], cu: torch.Tensor) -> Call | None:
             r["conv_fn"](
                 case["qkv"][:, p].transpose(0, 1), case["conv_weight"][p], None, activation="silu",
                 conv_states=case["conv_state"][:, p], has_initial_state=first, cache_indices=slots, query_start_loc=cu,
+                metadata=tables,
             ).transpose(0, 1).reshape(1, tokens, heads, dim)
             for p in parts
         )  # fmt: skip
-        initial = torch.where(mask, case["recurrent_state"][long_slots], zero)
+        initial = r["gather"](case["recurrent_state"], slots, first)
         r["flash"].fwd(
             q, k, v, z, raw, dim**-0.5, out, workspace, case["a_log"], case["dt_bias"], case["lower_bound"], initial,
             final, cu, None, None,

@@ -17,12 +17,12 @@ from typing import Any
 import triton
 
 from k3_core.testing import triton_aot
-from k3_nvidia.kernels import kda_chunk, kda_conv, kda_segment, kda_step
+from k3_nvidia.kernels import kda_chunk, kda_conv, kda_flash, kda_segment, kda_step
 from k3_nvidia.tuning import kda as tuning
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16 = {"q_ptr", "k_ptr", "v_ptr", "z_ptr", "qkv_ptr", "gate_ptr", "out_ptr", "w_ptr", "ut_ptr", "qg_ptr", "kg_ptr",
-        "a_ptr", "hi_ptr", "lo_ptr", "x_ptr", "conv_ptr"}  # fmt: skip
+        "a_ptr", "hi_ptr", "lo_ptr", "x_ptr", "conv_ptr", "raw_ptr"}  # fmt: skip
 INT32 = {"chunk_ptr", "segment_ptr", "order_ptr", "scan_ptr", "slot_ptr", "accepted_ptr", "cu_ptr"}
 DIM = 128
 SHARED = {90: 232448, 100: 232448, 120: 101376}
@@ -67,6 +67,8 @@ def variants(arch: int) -> list[tuple[str, Any, dict[str, Any]]]:
         ("local", kda_segment.kda_local_kernel, plain | tuning.launch("local", **fit)),
         ("scan", kda_segment.kda_scan_kernel, plain | tuning.launch("scan", **fit)),
         ("output", kda_segment.kda_output_kernel, plain | tuning.launch("output", **fit)),
+        ("before", kda_flash.flash_before_kernel, {"D": DIM, "BR": kda_flash.BR, "BT": kda_flash.BT, "num_warps": 4}),
+        ("after", kda_flash.flash_after_kernel, {"D": DIM, "BR": kda_flash.BR, "num_warps": 4}),
         ("conv", kda_conv.short_conv_kernel, {"channel_stride": 1} | tuning.launch("conv")),
         ("norm", kda_conv.gated_norm_kernel, {"D": DIM} | tuning.launch("norm")),
         (
@@ -78,7 +80,11 @@ def variants(arch: int) -> list[tuple[str, Any, dict[str, Any]]]:
     for name, kernel in (("decode", kda_step.kda_decode_kernel), ("verify", kda_step.kda_verify_kernel)):
         for entry in tuning.table()[name]:
             programs = entry["up_to"] or 10**9
-            found.append((f"{name} {programs}", kernel, step | tuning.step_launch(name, programs, DIM)))
+            options = tuning.step_launch(name, programs, DIM)
+            if name == "decode":
+                options = kda_step.DECODE_DEFAULTS | options
+                options |= {"launch_pdl": True} if options["PDL"] else {}
+            found.append((f"{name} {programs}", kernel, step | options))
     return found
 
 

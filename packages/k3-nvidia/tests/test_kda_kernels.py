@@ -114,6 +114,25 @@ def test_mutants_are_caught(name, monkeypatch):
     assert report.failures, f"mutant survived: {name}"
 
 
+FORMS = [
+    dict(LATE=late, KEEP=keep, EVICT=evict) for late, keep, evict in ((1, 0, ""), (0, 1, "evict_first"), (1, 1, ""))
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(k for k, v in form.items() if v))
+def test_decode_in_blocks_conforms(form, monkeypatch):
+    """The forms that walk the state in blocks of value rows, whichever the tuning table uses at these sizes."""
+
+    def launch(kernel, programs, dim):
+        return {"BV": dim // 2, "STAGES": 2, "num_warps": 4} | form
+
+    monkeypatch.setattr(tuning, "step_launch", launch)
+    only = chosen("kda_decode") or (lambda case: "bfloat16" in case.id)
+    report = conformance.run("kda_decode", implementation("kda_decode"), DEVICE, scales=("small",), only=only)
+    assert any(row.verdict == "pass" for row in report.rows)
+    report.raise_if_failed()
+
+
 def prefill_inputs(heads: int, lengths: list[int], dim: int = 32):
     generator = torch.Generator().manual_seed(len(lengths))
 

@@ -116,12 +116,12 @@ def flash_before_kernel(
         tl.store(initial_ptr + seq.to(tl.int64) * num_heads * (D * D) + tile, S)
     else:
         t = ((seq - sequences) * (D // BR) + part) * BT + tl.arange(0, BT)
-        mask = t < tokens
-        beta = tl.load(beta_ptr + t.to(tl.int64) * beta_stride + head, mask=mask, other=0.5)
+        inside = t < tokens
+        beta = tl.load(beta_ptr + t.to(tl.int64) * beta_stride + head, mask=inside, other=0.5)
         raw = tl.log(beta) - tl.log(1.0 - beta)
         # Written so that NaN stays NaN. 80 is beyond where fp32's sigmoid is 0 or 1.
         raw = tl.where(raw > 80.0, 80.0, tl.where(raw < -80.0, -80.0, raw))
-        tl.store(raw_ptr + head.to(tl.int64) * tokens + t, raw.to(raw_ptr.dtype.element_ty), mask=mask)
+        tl.store(raw_ptr + head.to(tl.int64) * tokens + t, raw.to(raw_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(

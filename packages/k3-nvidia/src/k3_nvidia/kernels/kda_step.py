@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_core.operators import CallSpec
 from k3_core.operators.triton_host import Launcher
@@ -67,6 +68,78 @@ def _norm(o, weight, gate, eps, D: tl.constexpr):
     return o * tl.rsqrt(tl.sum(o * o, axis=0) * (1.0 / D) + eps) * weight * sigmoid(gate)
 
 
+@triton.jit
+def _prefetch(address, count):
+    """Asks the L2 for `count` bytes (a multiple of 16) from a 16-byte aligned address; one thread, no register held."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred leader;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 leader, thread, 0;
+        @leader cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address.to(tl.int64), count],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _step_inputs(
+    qkv_ptr, z_ptr, beta_ptr, gate_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, conv_at, head, token, lower_bound,
+    qkv_stride, z_stride, beta_stride, gate_stride, weight_stride, column_stride,
+    BOUNDED: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """(y, gate | norm weight, q, k, decay, beta, rq, rk, k . q) of one row and head; shifts its conv state.
+
+    q | k | v | z of this head as one flat vector: each element is loaded by one thread, and `gather` hands the parts to
+    the layouts of the state. Loads written per part would be repeated by every thread that uses them.
+    """
+    c = tl.arange(0, D)
+    e = tl.arange(0, 4 * D)
+    part = e // D
+    channel = (part * H + head) * D + e % D
+    here = part < 3
+    w_at = weight_ptr + channel.to(tl.int64) * weight_stride
+    h0 = tl.load(conv_at, mask=here, other=0.0)
+    h1 = tl.load(conv_at + column_stride, mask=here, other=0.0)
+    h2 = tl.load(conv_at + 2 * column_stride, mask=here, other=0.0)
+    w0 = tl.load(w_at, mask=here, other=0.0)
+    w1 = tl.load(w_at + 1, mask=here, other=0.0)
+    w2 = tl.load(w_at + 2, mask=here, other=0.0)
+    w3 = tl.load(w_at + 3, mask=here, other=0.0)
+    bias = tl.load(dt_bias_ptr + head * D + e - 3 * D, mask=part == 3, other=0.0)
+    rate = tl.exp(tl.load(a_log_ptr + head))
+    last = tl.load(norm_ptr + e - D, mask=part == 1, other=0.0).to(tl.float32)
+    x = tl.load(qkv_ptr + token * qkv_stride + channel, mask=here, other=0.0)
+    z = tl.load(z_ptr + token * z_stride + head * D + e - 3 * D, mask=part == 3, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + token * beta_stride + head)
+    last += tl.load(gate_ptr + token * gate_stride + head * D + e, mask=part == 0, other=0.0).to(tl.float32)
+    y = w0 * h0.to(tl.float32)
+    y += w1 * h1.to(tl.float32)
+    y += w2 * h2.to(tl.float32)
+    y += w3 * x.to(tl.float32)
+    # Each thread moves its own columns; where the vector is shorter than the block, copies of it must have read.
+    if D < 128:
+        tl.debug_barrier()
+    tl.store(conv_at, h1, mask=here)
+    tl.store(conv_at + column_stride, h2, mask=here)
+    tl.store(conv_at + 2 * column_stride, x, mask=here)
+    # Rounded like the tensor that the separate convolution writes; the fourth part is the decay.
+    y = (y * sigmoid(y)).to(x.dtype).to(tl.float32)
+    y = tl.where(here, y, tl.exp2(gate_log2(z + bias, rate, 0.0, lower_bound, BOUNDED)))
+    q = tl.gather(y, c, 0)
+    k = tl.gather(y, c + D, 0)
+    decay = tl.gather(y, c + 3 * D, 0)
+    rq = tl.rsqrt(_inner(q, q) + 1e-6) * (D**-0.5)
+    rk = tl.rsqrt(_inner(k, k) + 1e-6)
+    return y, last, q, k, decay, beta, rq, rk, _inner(k, q)
+
+
 @triton.jit(do_not_specialize=["slot_stride"], do_not_specialize_on_alignment=["slot_ptr", "beta_ptr"])
 def kda_decode_kernel(
     qkv_ptr, z_ptr, beta_ptr, gate_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, conv_ptr, state_ptr,
@@ -74,74 +147,86 @@ def kda_decode_kernel(
     qkv_stride, z_stride, beta_stride, gate_stride, out_stride, weight_stride,
     conv_stride, channel_stride, column_stride, state_stride, slot_stride,
     BOUNDED: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr, LATE: tl.constexpr, KEEP: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, rows). o_ptr fp32 [rows, H, D] is scratch of the program that owns the row and
-    head, unused when one block holds all value rows."""
+    """Grid (heads, rows).
+
+    BV value rows are a block; one block of all rows is held in registers, else the blocks are a pipeline of STAGES.
+    PREFETCH: so many value rows are asked for from the L2 as soon as the slot is known. LATE: convolution and gate are
+    computed inside the first iteration, so that the pipeline's first copies are issued before them. KEEP: o stays in
+    registers until the norm; else it goes through o_ptr fp32 [rows, H, D], scratch of the program that owns the row and
+    head. EVICT: cache policy of the state, which nobody reads before the next step. PDL: launched while the kernel
+    before it drains; nothing is read before the wait, states included, so two steps in a row on one state are legal.
+    """
     head = tl.program_id(0)
     row = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     slot = tl.load(slot_ptr + row.to(tl.int64) * slot_stride).to(tl.int64)
     if slot <= 0:
         _zero_rows(out_ptr, row, 1, out_stride, head, D)
     else:
         c = tl.arange(0, D)
         r = tl.arange(0, BV)
-        state_at = state_ptr + (slot * state_stride + head * (D * D)) + r[:, None] * D + c[None, :]
-        if BV == D:
-            whole = tl.load(state_at)
-        # q | k | v | z of this head as one flat vector: each element is loaded by one thread, and `gather` hands the
-        # parts to the layouts of the state. Loads written per part would be repeated by every thread that uses them.
         token = row.to(tl.int64)
+        base = state_ptr + (slot * state_stride + head * (D * D))
+        state_at = base + r[:, None] * D + c[None, :]
+        if PREFETCH:
+            _prefetch(base, tl.full([], PREFETCH * D * (state_ptr.dtype.element_ty.primitive_bitwidth // 8), tl.int32))
         e = tl.arange(0, 4 * D)
-        part = e // D
-        channel = (part * H + head) * D + e % D
-        here = part < 3
+        channel = (e // D * H + head) * D + e % D
         conv_at = conv_ptr + slot * conv_stride + channel.to(tl.int64) * channel_stride
-        w_at = weight_ptr + channel.to(tl.int64) * weight_stride
-        h0 = tl.load(conv_at, mask=here, other=0.0)
-        h1 = tl.load(conv_at + column_stride, mask=here, other=0.0)
-        h2 = tl.load(conv_at + 2 * column_stride, mask=here, other=0.0)
-        x = tl.load(qkv_ptr + token * qkv_stride + channel, mask=here, other=0.0)
-        y = tl.load(w_at, mask=here, other=0.0) * h0.to(tl.float32)
-        y += tl.load(w_at + 1, mask=here, other=0.0) * h1.to(tl.float32)
-        y += tl.load(w_at + 2, mask=here, other=0.0) * h2.to(tl.float32)
-        y += tl.load(w_at + 3, mask=here, other=0.0) * x.to(tl.float32)
-        z = tl.load(z_ptr + token * z_stride + head * D + e - 3 * D, mask=part == 3, other=0.0).to(tl.float32)
-        z += tl.load(dt_bias_ptr + head * D + e - 3 * D, mask=part == 3, other=0.0)
-        rate = tl.exp(tl.load(a_log_ptr + head))
-        beta = tl.load(beta_ptr + token * beta_stride + head)
-        # Each thread moves its own columns; where the vector is shorter than the block, copies of it must have read.
-        if D < 128:
-            tl.debug_barrier()
-        tl.store(conv_at, h1, mask=here)
-        tl.store(conv_at + column_stride, h2, mask=here)
-        tl.store(conv_at + 2 * column_stride, x, mask=here)
-        # Rounded like the tensor that the separate convolution writes; the fourth part is the decay.
-        y = (y * sigmoid(y)).to(x.dtype).to(tl.float32)
-        y = tl.where(here, y, tl.exp2(gate_log2(z, rate, 0.0, lower_bound, BOUNDED)))
-        q = tl.gather(y, c, 0)
-        k = tl.gather(y, c + D, 0)
-        decay = tl.gather(y, c + 3 * D, 0)
-        rq = tl.rsqrt(_inner(q, q) + 1e-6) * (D**-0.5)
-        rk = tl.rsqrt(_inner(k, k) + 1e-6)
-        kq = _inner(k, q)
         if BV == D:
-            last = tl.load(gate_ptr + token * gate_stride + head * D + e, mask=part == 0, other=0.0).to(tl.float32)
-            last += tl.load(norm_ptr + e - D, mask=part == 1, other=0.0).to(tl.float32)
+            whole = tl.load(state_at, eviction_policy=EVICT)
+            y, last, q, k, decay, beta, rq, rk, kq = _step_inputs(
+                qkv_ptr, z_ptr, beta_ptr, gate_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, conv_at, head, token,
+                lower_bound, qkv_stride, z_stride, beta_stride, gate_stride, weight_stride, column_stride,
+                BOUNDED, H, D,
+            )  # fmt: skip
             S, o = _block_step(whole.to(tl.float32), q, k, tl.gather(y, r + 2 * D, 0), decay, beta, rq, rk, kq)
-            tl.store(state_at, S.to(state_ptr.dtype.element_ty))
+            tl.store(state_at, S.to(state_ptr.dtype.element_ty), eviction_policy=EVICT)
             o = _norm(o, tl.gather(last, r + D, 0), tl.gather(last, r, 0), eps, D)
             tl.store(out_ptr + token * out_stride + head * D + r, o.to(out_ptr.dtype.element_ty))
         else:
+            if LATE:
+                y = tl.zeros([4 * D], dtype=tl.float32)
+                last = y
+                q = tl.gather(y, c, 0)
+                k = q
+                decay = q
+                beta = 0.0
+                rq = _inner(q, q)
+                rk = rq
+                kq = rq
+            else:
+                y, last, q, k, decay, beta, rq, rk, kq = _step_inputs(
+                    qkv_ptr, z_ptr, beta_ptr, gate_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, conv_at, head,
+                    token, lower_bound, qkv_stride, z_stride, beta_stride, gate_stride, weight_stride, column_stride,
+                    BOUNDED, H, D,
+                )  # fmt: skip
             o_at = o_ptr + (token * H + head) * D
+            kept = tl.zeros([D], dtype=tl.float32)
             for n in tl.range(0, D // BV, num_stages=STAGES):
-                S = tl.load(state_at + n * (BV * D)).to(tl.float32)
+                S = tl.load(state_at + n * (BV * D), eviction_policy=EVICT).to(tl.float32)
+                if LATE:  # noqa: SIM102 (a constant: not to be joined with the condition of the loop)
+                    if n == 0:
+                        y, last, q, k, decay, beta, rq, rk, kq = _step_inputs(
+                            qkv_ptr, z_ptr, beta_ptr, gate_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, conv_at,
+                            head, token, lower_bound, qkv_stride, z_stride, beta_stride, gate_stride, weight_stride,
+                            column_stride, BOUNDED, H, D,
+                        )  # fmt: skip
                 v = tl.gather(y, n * BV + r + 2 * D, 0)
                 S, o = _block_step(S, q, k, v, decay, beta, rq, rk, kq)
-                tl.store(state_at + n * (BV * D), S.to(state_ptr.dtype.element_ty))
-                tl.store(o_at + n * BV + r, o)
-            tl.debug_barrier()
-            gate = tl.load(gate_ptr + token * gate_stride + head * D + c).to(tl.float32)
-            o = _norm(tl.load(o_at + c), tl.load(norm_ptr + c).to(tl.float32), gate, eps, D)
+                tl.store(state_at + n * (BV * D), S.to(state_ptr.dtype.element_ty), eviction_policy=EVICT)
+                if KEEP:
+                    kept = tl.where(c // BV == n, tl.gather(o, c % BV, 0), kept)
+                else:
+                    tl.store(o_at + n * BV + r, o)
+            if not KEEP:
+                tl.debug_barrier()
+                kept = tl.load(o_at + c)
+            o = _norm(kept, tl.gather(last, c + D, 0), tl.gather(last, c, 0), eps, D)
             tl.store(out_ptr + token * out_stride + head * D + c, o.to(out_ptr.dtype.element_ty))
 
 
@@ -268,6 +353,8 @@ _decode = Launcher(kda_decode_kernel)
 _verify_finish = Launcher(kda_verify_finish_kernel)
 _verify = Launcher(kda_verify_kernel)
 _FLOATS = (torch.bfloat16, torch.float32)
+#: Constants of kda_decode_kernel that an entry of the tuning table may leave out.
+DECODE_DEFAULTS: dict[str, Any] = {"PREFETCH": 0, "LATE": False, "KEEP": False, "EVICT": "", "PDL": False}
 
 
 def supports_step(spec: CallSpec) -> tuple[bool, str]:
@@ -322,9 +409,20 @@ def kda_decode(
         slot_mapping, out, scratch, float(lower_bound or 0.0), o_norm_eps,
         *(checks.row_stride(x) for x in (qkv, z, beta, gate, out, conv_weight)),
         *conv_state.stride(), recurrent_state.stride(0), slot_mapping.stride(0),
-        BOUNDED=lower_bound is not None, H=heads, D=dim, **tuning.step_launch("decode", rows * heads, dim),
+        BOUNDED=lower_bound is not None, H=heads, D=dim, **_decode_options(rows * heads, dim, qkv.device),
     )  # fmt: skip
     return out
+
+
+def _decode_options(programs: int, dim: int, device: torch.device) -> dict[str, Any]:
+    """Constants and launch options of kda_decode_kernel; what a device or the interpreter lacks is left out."""
+    options = DECODE_DEFAULTS | tuning.step_launch("decode", programs, dim)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        options |= {"PREFETCH": 0, "PDL": False}
+    options["PREFETCH"] = min(options["PREFETCH"], dim)
+    if options["PDL"]:
+        options["launch_pdl"] = True
+    return options
 
 
 def kda_verify(
