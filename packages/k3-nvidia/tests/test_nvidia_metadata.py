@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from k3_core.vllm.serving import kda_metadata
 from k3_core.vllm.serving.kda_metadata import PADDING, PREFILL, STEP, KdaMetadataBuilder, classify
 
 BLOCK = 16
@@ -91,6 +92,28 @@ def test_decoding_fills_a_buffer_that_keeps_its_address_and_nulls_its_padding() 
     assert padded.decode.slots.tolist() == [4, 3, 0, 0]
     assert padded.decode.slots.data_ptr() == first.decode.slots.data_ptr()
     assert (padded.step_tokens, padded.prefill_tokens, padded.order) == (4, 0, None)
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+@pytest.mark.parametrize("padding", [0, 1, 3])
+def test_the_short_way_of_plain_decoding_says_what_the_long_way_says(
+    mode: str, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [5, 17, 33, 16]
+    table = [[3, 4, 5], [6, 7, 8], [9, 2, 1], [11, 12, 13], *[[15, 14, 10]] * padding]
+    m = step([1] * 4 + [0] * padding, lengths + [0] * padding, table, [False] * (4 + padding), tokens=4 + padding)
+    short = builder(mode=mode).build(0, m)
+    monkeypatch.setattr(kda_metadata, "_any_prompt", lambda m: True)
+    long = builder(mode=mode).build(0, m)
+    assert short.decode is not None
+    assert long.decode is not None
+    assert short.decode.slots.tolist() == long.decode.slots.tolist()
+    assert (short.step_tokens, short.prefill_tokens, short.order) == (long.step_tokens, long.prefill_tokens, long.order)
+
+
+def test_a_first_chunk_of_one_token_alone_is_no_decoding_step() -> None:
+    m = builder().build(0, step([1, 1], [1, 9], [[3], [4]], [True, False]))
+    assert (m.step_tokens, m.prefill_tokens) == (1, 1)
 
 
 def test_decode_rows_of_a_mixed_batch_go_to_the_recurrence() -> None:

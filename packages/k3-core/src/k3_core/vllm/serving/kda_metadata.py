@@ -176,8 +176,11 @@ class KdaMetadataBuilder(GDNAttentionMetadataBuilder):
         """
         m = common_attn_metadata
         rows = m.num_reqs
-        bounds = m.query_start_loc_cpu[: rows + 1].numpy()
         drafts = num_decode_draft_tokens_cpu
+        if drafts is None and m.max_query_len == 1 and not _any_prompt(m):
+            # The usual step, on every one of which this host time is spent: rows of one token, then padding.
+            return self._steps_only(m, int(m.query_start_loc_cpu[rows]), self._slots_of(m), None)
+        bounds = m.query_start_loc_cpu[: rows + 1].numpy()
         kinds = classify(
             np.diff(bounds),
             _host_seq_lens(m),
@@ -186,12 +189,18 @@ class KdaMetadataBuilder(GDNAttentionMetadataBuilder):
         )
         verify = drafts is not None and self.use_spec_decode and bool((drafts[:rows] >= 0).any())
         accepted = num_accepted_tokens if verify else None
-        slots = mamba_get_block_table_tensor(
-            m.block_table_tensor[:rows], m.seq_lens[:rows], self.kv_cache_spec, self.cache_mode
-        )
+        slots = self._slots_of(m)
         if not (kinds == PREFILL).any():
             return self._steps_only(m, int((kinds == STEP).sum()), slots, accepted)
         return self._mixed(m, kinds, bounds, slots, accepted)
+
+    def _slots_of(self, m: CommonAttentionMetadata) -> Tensor:
+        """Slots [rows, 1 + num_spec] of the states of every request."""
+        rows = m.num_reqs
+        slots: Tensor = mamba_get_block_table_tensor(
+            m.block_table_tensor[:rows], m.seq_lens[:rows], self.kv_cache_spec, self.cache_mode
+        )
+        return slots
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> KdaMetadata:
         """Metadata of the uniform batch that a graph is captured with: decoding, or verification of full drafts."""
@@ -256,6 +265,11 @@ class KdaMetadataBuilder(GDNAttentionMetadataBuilder):
             plan=self._planner(prefill_bounds, self.device),
         )
         return KdaMetadata(int(step_bounds[-1]), int(prefill_bounds[-1]), decode, verify, prefill, order)
+
+
+def _any_prompt(m: CommonAttentionMetadata) -> bool:
+    """Whether any request's prompt was not yet computed before this step; None (a capture) means no."""
+    return m.is_prefilling is not None and bool(m.is_prefilling[: m.num_reqs].any())
 
 
 def _host_seq_lens(m: CommonAttentionMetadata) -> np.ndarray:
