@@ -66,7 +66,7 @@ DECODE: dict[str, Config] = {
 }
 STEPS = [(6, 1), (6, 8), (6, 16), (6, 32), (6, 64), (6, 128), (6, 256)]
 STEPS += [(12, 1), (12, 8), (12, 32), (12, 64), (12, 128), (12, 256), (96, 32)]
-PREFILL = {
+PREFILL: dict[str, dict[str, Config]] = {
     "as it is": {},
     "chunk 8 warps": {"chunk": {"PART": 64, "num_warps": 8, "maxnreg": None}},
     "chunk 128 wide 8 warps": {"chunk": {"PART": 128, "num_warps": 8, "maxnreg": None}},
