@@ -8,12 +8,7 @@ with whole experts distributed over them (ep2), each reduction form forced in tu
 that are read in chunks, and images of several sizes in the same batch, which the ranks encode in parallel. tp2pp2 is
 four ranks, the pipeline cut inside a block of attention residuals; it runs on a CPU only.
 
-The rule: summing over ranks rounds at other places than one rank does, and a greedy token may then fall the other way
-where two are nearly equal. So (1) log probabilities of what was generated, teacher-forced against ``k3_core.reference``
-in fp32, are at most twice as far off as the bf16 reference's (as in gpu_smoke.py); (2) where a request first departs
-from the one-rank run, that run had the two tokens nearer to each other than twice the largest distance of the bf16
-reference, i.e. its own rounding could have turned them; (3) both ranks say the same, bit for bit. On a CPU in fp32:
-the same tokens, log probabilities within 2e-3 (1024 sums in another order, seen 1e-4).
+The rule is that of runs.py, against the run of one rank; and all ranks say the same, bit for bit.
 
 reductions: see bench_reductions.py.
 
@@ -26,7 +21,6 @@ they come to $OUT/ranks.jsonl (and printed); exit status 1 if a check failed or 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -34,49 +28,21 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gpu_smoke
-import torch
+from runs import CPU_BOUND, SAFE, Judge, Log, against_one, gpu_names, on_gpu, sized_text
 
 from k3_core.vllm.testing import world
 
-# NVLink multicast stays off whatever the machine says: a program that uses it can put a shared host's GPUs out of
-# service. vLLM's own all-reduce (peer to peer) and NCCL's rings and trees do not use it; the others here would.
-SAFE = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
 #: Where a pipeline is cut: layers 0 and 1, then 2 to 4; blocks of attention residuals have three layers.
 SPLIT = {"VLLM_PP_LAYER_PARTITION": "2,3"}
 HERE = Path(__file__).parent
 LENGTHS, CPU_LENGTHS = (1, 5, 64, 65, 130, 300), (1, 65, 150)
 IMAGES = ([100, 70, 0], [40, 180, 1], [56, 56, 2])
 STEP_TOKENS = 128
-CPU_BOUND = 2e-3
-LOG = "ranks.jsonl"
+say = Log("ranks.jsonl").say
 FORMS = ("merged", "sharded", "separate")
-
-
-def say(**values: Any) -> None:
-    """Print a row and append it to the results."""
-    print(json.dumps(values), flush=True)
-    if os.environ.get("OUT"):
-        with (Path(os.environ["OUT"]) / LOG).open("a") as log:
-            log.write(json.dumps(values) + "\n")
-
-
-def on_gpu() -> bool:
-    """Whether a GPU is here; asked without making a context in this process."""
-    return torch.cuda.device_count() > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------- cases
@@ -86,11 +52,7 @@ def checkpoint(work: Path) -> tuple[Path, int]:
     """Write the checkpoint; (folder, id of the image pad). On a GPU half of its heads and experts fit the kernels."""
     from k3_core.checkpoint import tiny_config, write_tiny
 
-    text = gpu_smoke.tiny_text("k3", kernels=on_gpu())
-    if text:
-        text["linear_attn_config"]["num_heads"] = 8
-        text |= {"num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 256}
-    config = tiny_config("k3", **text)
+    config = tiny_config("k3", **sized_text(8))
     pad = config.media_placeholder_token_id
     assert pad is not None
     return write_tiny(work / "k3", config, seed=3, long_memory=True), pad
@@ -165,7 +127,7 @@ def engines(todo: list[dict[str, Any]], processes: int, limits: argparse.Namespa
             processes if external else 1,
             case_seconds=limits.case_seconds,
             deadline=limits.deadline,
-            environment=SAFE | SPLIT,
+            environment=SAFE | (SPLIT if processes == 4 else {}),
             per_rank=alone if external else lambda rank: {},
         )
         todo = []
@@ -177,79 +139,7 @@ def engines(todo: list[dict[str, Any]], processes: int, limits: argparse.Namespa
                 yield result
 
 
-# ----------------------------------------------------------------------------------------------------------- comparison
-
-
-class Remembering:
-    """The reference, asked once for each text: most runs generate the same."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.known = model, {}
-
-    def logits(self, ids: Any, images: Any = None) -> Any:
-        """As ReferenceK3.logits."""
-        key = (tuple(ids.tolist()), None if images is None else images[0].tobytes())
-        if key not in self.known:
-            given = {} if images is None else {"images": images}
-            self.known[key] = self.model.logits(ids, **given)
-        return self.known[key]
-
-
-class Judge:
-    """Compares runs with the reference and with the run of one rank."""
-
-    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
-        from k3_core.reference import load_model
-        from k3_core.vllm.testing.rank_engine import noise_image
-
-        device = "cuda:0" if on_gpu() else "cpu"
-        self.prompts = asked["prompts"]
-        self.images = [None if size is None else noise_image(*size) for size in asked["images"]]
-        self.exact = Remembering(load_model(folder, torch.float32, device))
-        self.rounded = Remembering(load_model(folder, torch.bfloat16, device))
-
-    def against_reference(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """gpu_smoke's comparison of one run."""
-        shaped = [
-            SimpleNamespace(
-                outputs=[
-                    SimpleNamespace(
-                        token_ids=one["tokens"],
-                        logprobs=[
-                            {int(token): SimpleNamespace(logprob=value) for token, value in row.items()}
-                            for row in one["logprobs"]
-                        ],
-                    )
-                ]
-            )
-            for one in outputs
-        ]
-        result: dict[str, Any] = gpu_smoke.compare(shaped, self.prompts, self.exact, self.rounded, self.images)
-        return result
-
-
-def against_one(outputs: list[dict[str, Any]], one: list[dict[str, Any]], bound: float) -> dict[str, Any]:
-    """Where requests depart from the run of one rank, and how near the two tokens were to each other there."""
-    margins, distances, same = [], [], 0
-    for ours, theirs in zip(outputs, one, strict=True):
-        length = len(theirs["tokens"])
-        equal = next((i for i in range(length) if ours["tokens"][i] != theirs["tokens"][i]), length)
-        same += equal == length
-        # Rows up to the first departure have the same context.
-        for a, b in zip(ours["logprobs"][: equal + 1], theirs["logprobs"][: equal + 1], strict=True):
-            distances += [abs(a[token] - b[token]) for token in a.keys() & b.keys()]
-        if equal < length:
-            row = theirs["logprobs"][equal]
-            other = row.get(str(ours["tokens"][equal]), min(row.values()))
-            margins.append(row[str(theirs["tokens"][equal])] - other)
-    return {
-        "same_tokens": same,
-        "requests": len(one),
-        "margins": [round(m, 4) for m in margins],
-        "max_distance_from_one": max(distances),
-        "margin_bound": bound,
-        "ok": all(margin <= bound for margin in margins),
-    }
+# ---------------------------------------------------------------------------------------------------------- comparison
 
 
 def judge(result: world.Result, reference: Judge | None, one: list[dict[str, Any]]) -> bool:
@@ -272,7 +162,7 @@ def judge(result: world.Result, reference: Judge | None, one: list[dict[str, Any
     checks = [row["ranks_agree"], as_asked(result)]
     bound = 0.0
     if reference is not None:
-        row["reference"] = reference.against_reference(outputs)
+        row["reference"] = reference.against_reference(outputs, result.case["prompts"], result.case["images"])
         checks.append(row["reference"]["ok"])
         bound = 2 * row["reference"]["max_bf16_reference"]
     row["one"] = against_one(outputs, one, bound)
@@ -320,15 +210,13 @@ def run_engines(limits: argparse.Namespace) -> bool:
             results = list(engines(todo, 4 if kind == "tp2pp2" else 2, limits))
             right &= len(results) == len(todo)
             found += results
-        right &= compare_all(folder, asked, alone_results, found)
+        right &= compare_all(folder, alone_results, found)
     return right
 
 
-def compare_all(
-    folder: Path, asked: dict[str, Any], alone_results: dict[str, world.Result], found: list[world.Result]
-) -> bool:
+def compare_all(folder: Path, alone_results: dict[str, world.Result], found: list[world.Result]) -> bool:
     """Rows of all cases, after the engines are gone from the devices."""
-    reference = Judge(folder, asked) if on_gpu() else None
+    reference = Judge(folder) if on_gpu() else None
     right = True
     for result in [*alone_results.values(), *found]:
         mode = result.case["name"].split()[-1]
@@ -395,11 +283,6 @@ def main() -> int:
         right &= ok
         say(part=name, seconds=round(time.monotonic() - began, 1), ok=ok)
     return 0 if right else 1
-
-
-def gpu_names() -> list[str]:
-    """Names of the devices that ranks will use."""
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 if __name__ == "__main__":
