@@ -159,13 +159,15 @@ def table_row(row: dict[str, Any]) -> dict[str, Any]:
 def write_table(results: dict[str, Any], path: Path) -> None:
     """``tuning/skinny.json`` from a results file; other devices' tables in it stay.
 
-    The router and, for few rows, KDA's f_b have kernels of their own.
+    The router and, for few rows, KDA's f_b have kernels of their own; kv_b is no product of a decoding step, which
+    multiplies by its halves in vLLM's attention.
     """
     environment = results["environment"]
+    elsewhere = ("router", "f_b_proj", "kv_b_proj")
     rows = [
         table_row(row)
         for row in results["rows"].values()
-        if "marginal" in row and not all(name.endswith(("router", "f_b_proj")) for name in row["projections"])
+        if "marginal" in row and not all(name.endswith(elsewhere) for name in row["projections"])
     ]
     rows.sort(key=lambda row: (row["n"], row["k"], row["m"]))
     data = json.loads(path.read_text())
