@@ -261,6 +261,23 @@ def test_combine_ignores_what_is_elsewhere() -> None:
     assert out.tolist() == [[1.0] * 64, [0.5] * 64]
 
 
+def test_combine_with_a_map_gives_the_bits_of_the_local_ids() -> None:
+    gen = torch.Generator().manual_seed(9)
+    ids = choices(5, 20, 6)
+    emap = torch.full((20,), -1, dtype=torch.int32, device=DEVICE)
+    emap[[3, 4, 8, 15, 17]] = torch.arange(5, dtype=torch.int32, device=DEVICE)
+    local = emap[ids.long()]
+    d = torch.randn(30, 64, generator=gen).to(DEVICE)
+    d[(local < 0).flatten()] = float("nan")
+    weights = torch.rand(5, 6, generator=gen).to(DEVICE)
+    weights[local < 0] = float("nan")
+    outs = [torch.full((5, 64), float("nan"), device=DEVICE) for _ in range(2)]
+    moe_combine.combine(d, weights, ids, 5, emap, outs[0], 64)
+    moe_combine.combine(d, weights, local.contiguous(), 5, None, outs[1], 64)
+    assert torch.equal(*outs)
+    assert torch.isfinite(outs[0]).all()
+
+
 def test_refusals_name_the_reason() -> None:
     assert "sigmoid" in router.supports(896, 16, score="softmax")[1]
     assert "groups" in router.supports(896, 16, 4, 2)[1]

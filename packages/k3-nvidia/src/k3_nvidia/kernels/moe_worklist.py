@@ -253,9 +253,10 @@ class Worklist:
 
 
 def max_items(tokens: int, top_k: int, num_local: int, block_n: int) -> int:
-    """No routing gives more items than this."""
+    """No routing gives more items than this (an expert has at most one pair a token)."""
     pairs = tokens * top_k
-    return max(1, min(pairs, min(num_local, pairs) + pairs // block_n))
+    touched = max(1, min(num_local, pairs))
+    return touched if tokens <= block_n else max(1, min(pairs, touched + pairs // block_n))
 
 
 def few(tokens: int, padded_top_k: int, block_n: int) -> int:
