@@ -22,6 +22,11 @@ from k3_core.config import K3Config, load_config
 
 ROUTED = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
 SHARED = re.compile(r"\.shared_experts\.(gate|up|down)_proj\.weight$")
+#: What test checkpoints store as int8: attention, dense layers, latent projections and, where they are not int4, shared
+#: experts. Every second layer, so that int8 and float stand side by side.
+INT8 = re.compile(
+    r"\.layers\.[024]\..*(self_attn|mlp|shared_experts)\..*_proj(_with_mqa)?\.weight$|routed_expert_up_proj"
+)
 GROUP = 256
 
 
@@ -59,8 +64,8 @@ class Written:
         return folder
 
 
-def write(root: Path, *, packed: bool = True, group: int = 0, shared: bool = True) -> Written:
-    """Quantise the experts of a random plain checkpoint; both folders below ``root``."""
+def write(root: Path, *, packed: bool = True, group: int = 0, shared: bool = True, int8: bool = False) -> Written:
+    """Quantise the experts of a random plain checkpoint (``int8``: other layers too); both folders below ``root``."""
     config = plain_config()
     source = write_tiny(root / "source", config, seed=3)
     result = Written(root / "modelslim", root / "plain", config)
@@ -69,6 +74,15 @@ def write(root: Path, *, packed: bool = True, group: int = 0, shared: bool = Tru
         result.description |= {"version": "1.0.0", "group_size": group}
     plain = {}
     for name, tensor in CheckpointReader(source).tensors(copy=True):
+        stem = name.removesuffix("weight")
+        if int8 and INT8.search(name) and not (shared and SHARED.search(name)):
+            parts, values = quantise_int8(tensor.float())
+            plain[name] = values.to(torch.bfloat16)
+            assert torch.equal(plain[name].float(), values), "the values must be exact in bfloat16"
+            for kind, part in parts.items():
+                result.tensors[stem + kind] = part
+                result.description[stem + kind] = "W8A8_DYNAMIC"
+            continue
         if not (ROUTED.search(name) or (shared and SHARED.search(name))):
             plain[name] = result.tensors[name] = tensor
             result.description[name] = "FLOAT"
@@ -76,7 +90,6 @@ def write(root: Path, *, packed: bool = True, group: int = 0, shared: bool = Tru
         parts, values = quantise(tensor.float(), name, packed, group)
         plain[name] = values.to(torch.bfloat16)
         assert torch.equal(plain[name].float(), values), "the values must be exact in bfloat16"
-        stem = name.removesuffix("weight")
         for kind, part in parts.items():
             result.tensors[stem + kind] = part
             result.description[stem + kind] = "W4A8_DYNAMIC"
@@ -106,6 +119,15 @@ def quantise(weight: Tensor, name: str, packed: bool, group: int) -> tuple[dict[
         slices = 16 if name.endswith(("w2.weight", "down_proj.weight")) else 1
         parts["scale_bias"] = 8 * values.unflatten(1, (slices, -1)).sum(-1)
     return parts, values
+
+
+def quantise_int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The same for int8 with a scale a row, which is a power of two: the codes have as many bits as bfloat16."""
+    _, exponent = torch.frexp(weight.abs().amax(1, keepdim=True) / 127)
+    scale = torch.ldexp(torch.ones_like(weight[:, :1]), exponent)
+    codes = (weight / scale).round()
+    parts = {"weight": codes.to(torch.int8), "weight_scale": scale, "weight_offset": torch.zeros_like(scale)}
+    return parts, codes * scale
 
 
 def pack_rows(codes: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from k3_ascend import channels, constraints, experts, limits, npu_ops
 from k3_ascend.generation import Generation
 from k3_core.checkpoint import write_tiny
+from k3_core.errors import UnsupportedError
 
 #: Operators of this project and of vLLM's plumbing; vendor operators are in the table of channels.
 PLUMBING = ("vllm::", "k3_ascend::")
@@ -189,6 +190,87 @@ def test_a_swiglu_would_be_found() -> None:
         torch.ops.npu.npu_swiglu(torch.empty(4, 8, dtype=torch.bfloat16, device="npu:0"))
     assert rules_broken(census)
     assert set(census.counts()) == set(channels.TABLE["silu"].calls)
+
+
+# ------------------------------------------------------------------------ before and after loading
+
+
+@pytest.mark.parametrize("form", ["bf16", "w4a8", "mxfp"])
+def test_a_model_without_weights_is_finished_once(form: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--load-format dummy`` loads nothing: the first forward pass brings the experts, zeros, to their layout."""
+    from k3_ascend import dispatch
+
+    if form == "mxfp":
+        monkeypatch.setattr(dispatch, "generation", lambda: Generation.A950)
+        monkeypatch.setattr(experts.Mxfp, "_format", lambda self, weight: weight)  # only an NPU casts formats
+    config = support.settle(tiny, additional_config={"k3_experts": form}, load_format="dummy")
+    with support.worker(config):
+        model = support.build(config)
+        blocks = [layer.feed_forward for layer in model.language_model.model.layers if layer.is_moe]
+        assert blocks
+        assert not any(block.finished for block in blocks)
+        before = blocks[0].experts.store.w13.shape
+        model.language_model.warm_up()
+        assert all(block.finished for block in blocks)
+        after = [block.experts.store.tensors() for block in blocks]
+        if form == "mxfp":
+            assert after[0]["w13"].shape == (before[0], before[2], before[1])
+        assert not any(tensor.any() for tensors in after for tensor in tensors.values())
+        assert dict(blocks[0].experts.named_buffers()).keys() >= after[0].keys()
+        model.language_model.warm_up()
+        for block, tensors in zip(blocks, after, strict=True):
+            assert all(block.experts.store.tensors()[name] is tensor for name, tensor in tensors.items())
+        with pytest.raises(UnsupportedError, match="a second time"):
+            model.load_weights(iter(()))
+
+
+def test_weights_are_prepared_once_for_triton_kernels(tiny: Path) -> None:
+    """Mixes get norm * projection, KDA layers the taps by tap; renewed in place; other channels get nothing more."""
+    import dataclasses
+
+    from k3_ascend import prepared
+    from k3_core.vllm.serving.attn_res import Mix
+    from k3_core.vllm.serving.kda_layer import KdaLayer
+
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def named(implementation: Any, channel: str) -> Any:
+        def function(*args: Any, folded: Any = None, taps: Any = None, **more: Any) -> None:
+            calls.append((implementation.operator, {"folded": folded, "taps": taps}))
+
+        function.__wrapped__ = implementation.function  # type: ignore[attr-defined]
+        return dataclasses.replace(implementation, name=channel, function=function)
+
+    config = support.settle(tiny)
+    with support.worker(config):
+        model = support.build(config)
+    mixes = [m for m in model.modules() if isinstance(m, Mix)]
+    layers = [m for m in model.modules() if isinstance(m, KdaLayer)]
+    for mix in mixes:
+        torch.nn.init.normal_(mix.norm_weight)
+        torch.nn.init.normal_(mix.proj_weight)
+        mix._operator = named(mix._operator, channels.TRITON)
+    for layer in layers:
+        torch.nn.init.normal_(layer.conv_weight)
+        for name in ("_short_conv", "_decode", "_verify"):
+            setattr(layer, name, named(getattr(layer, name), channels.TRITON if name != "_verify" else "other"))
+    prepared.prepare(model)
+    mixes[0].norm_weight.data.mul_(2)
+    prepared.prepare(model)
+    for mix in mixes:
+        calls.clear()
+        mix._operator()
+        assert torch.equal(calls[0][1]["folded"], mix.norm_weight.float() * mix.proj_weight.float())
+    for layer in layers:
+        calls.clear()
+        layer._short_conv()
+        layer._decode()
+        layer._verify()
+        assert [c[1]["taps"] is None for c in calls] == [False, False, True]
+        assert torch.equal(calls[1][1]["taps"], layer.conv_weight.t())
+        assert calls[0][1]["taps"].data_ptr() == layer.taps.data_ptr()
+    assert mixes
+    assert layers
 
 
 # ------------------------------------------------------------------------ schemas and documentation

@@ -33,6 +33,8 @@ FORMS = {
     "channel": {"packed": True, "group": 0, "shared": True},
     "group": {"packed": True, "group": 256, "shared": True},
     "unpacked": {"packed": False, "group": 256, "shared": False},
+    "int8": {"packed": True, "group": 0, "shared": False, "int8": True},
+    "both": {"packed": True, "group": 256, "shared": True, "int8": True},
 }
 
 
@@ -78,6 +80,14 @@ def attention_int8(w: writer.Written) -> None:
     w.description[next(n for n in w.description if n.endswith("self_attn.o_proj.weight"))] = "W8A8_DYNAMIC"
 
 
+def attention_static(w: writer.Written) -> None:
+    w.description[next(n for n in w.description if n.endswith("self_attn.o_proj.weight"))] = "W8A8"
+
+
+def router_int8(w: writer.Written) -> None:
+    w.description[next(n for n in w.description if n.endswith("block_sparse_moe.gate.weight"))] = "W8A8_DYNAMIC"
+
+
 def undescribed(w: writer.Written) -> None:
     del w.description[next(n for n in w.description if n.endswith("experts.0.w1.weight"))]
 
@@ -102,7 +112,9 @@ def a_rotation(w: writer.Written) -> None:
 REFUSED: list[tuple[Callable[[writer.Written], Any], str]] = [
     (wrong_type, r"experts\.3\.w2\.weight is W8A8_DYNAMIC\. Every routed expert"),
     (one_shared_float, r"shared_experts\.up_proj\.weight is FLOAT\..*shared ones of all layers or of none"),
-    (attention_int8, r"o_proj\.weight is W8A8_DYNAMIC\..*FLOAT for every other tensor"),
+    (attention_int8, r"tensor missing.*self_attn\.o_proj\.weight_(offset|scale)"),
+    (attention_static, r"o_proj\.weight is W8A8\..*FLOAT for every other tensor"),
+    (router_int8, r"gate\.weight is W8A8_DYNAMIC\..*FLOAT for every other tensor"),
     (undescribed, r"experts\.0\.w1\.weight is not described"),
     (missing_scale, r"tensor missing.*experts\.5\.w3\.weight_scale"),
     (missing_bias, r"tensor missing.*shared_experts\.down_proj\.scale_bias"),
@@ -172,6 +184,11 @@ def test_every_ranks_part_has_the_values_of_the_float_matrix(form: str, topology
         assert torch.equal(codes * scale.repeat_interleave(codes.shape[1] // scale.shape[1], dim=1), expected), name
         checked += 1
     assert checked > 20
+    for name in layout.int8:
+        stem = name.removesuffix("weight")
+        values = modelslim.dequantised({k: parts[stem + k] for k in modelslim.INT8_KINDS}, BF16)
+        assert torch.equal(values, shard_plan(w.config, topology)[name].take(plain.read(name))), name
+    assert bool(layout.int8) is ("int8" in FORMS[form])
 
 
 def model_of(folder: Path) -> Any:
@@ -188,6 +205,9 @@ def test_the_loaded_model_computes_what_the_values_say(form: str, written: Any) 
     print(f"\n{form}: relative rms of the logits {error:.3f}")
     assert error < LOGITS
     plain = CheckpointReader(w.plain, w.config)
+    for index in (0, 2, 3):  # int8, int8, float where anything is int8; a dense layer, a KDA and an MLA layer
+        projection = model.language_model.model.layers[index].self_attn.o_proj.weight
+        assert torch.equal(projection, plain.read(f"language_model.model.layers.{index}.self_attn.o_proj.weight"))
     layers = [(i, layer) for i, layer in enumerate(model.language_model.model.layers) if layer.is_moe]
     assert layers
     for index, layer in layers:
@@ -304,6 +324,22 @@ def test_values_that_cannot_be_are_refused(kind: str, value: float, said: str) -
     parts[kind][3, 0] = value
     with pytest.raises(CheckpointError, match=said):
         modelslim.decode(parts, layout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        ("weight_offset", 1.0, "weight_offset is not zero"),
+        ("weight_scale", float("nan"), "negative or not a number"),
+        ("weight_scale", -1.0, "negative or not a number"),
+    ],
+)
+def test_int8_values_that_cannot_be_are_refused(kind: str, value: float, said: str) -> None:
+    parts, values = writer.quantise_int8(torch.randn(64, 48))
+    assert torch.equal(modelslim.dequantised(parts, BF16), values.to(BF16))
+    parts[kind][3, 0] = value
+    with pytest.raises(CheckpointError, match=said):
+        modelslim.dequantised(parts, BF16)
 
 
 def test_codes_that_are_not_int4_are_refused() -> None:

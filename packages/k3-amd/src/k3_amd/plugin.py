@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def diagnose() -> list[str]:
-    """What `k3 doctor` adds on this wheel's platform: aiter's table, a line a symbol. Imports an aiter that is there."""
+    """What `k3 doctor` adds on this wheel's platform: aiter's table, a line a symbol. Imports aiter if it can."""
     from k3_amd import aiter
 
     return aiter.installed()

@@ -49,15 +49,18 @@ class Rows:
 
 
 class Bf16:
-    """Plain products in bfloat16 on weights [E, K, N]."""
+    """Plain products in bfloat16 on weights [E, K, N].
+
+    All forms begin as zeros: with ``--load-format dummy`` nothing is put here, and other bytes may mean NaN.
+    """
 
     quant_type = "NONE"
 
     def __init__(self, count: int, width: int, latent: int) -> None:
         dtype = torch.get_default_dtype()
         self.width = width
-        self.w13 = torch.empty(count, latent, 2 * width, dtype=dtype)
-        self.w2 = torch.empty(count, width, latent, dtype=dtype)
+        self.w13 = torch.zeros(count, latent, 2 * width, dtype=dtype)
+        self.w2 = torch.zeros(count, width, latent, dtype=dtype)
 
     def put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
         """One expert's tensors, packed or plain."""
@@ -92,11 +95,11 @@ class Int8:
 
     def __init__(self, count: int, width: int, latent: int) -> None:
         self.width = width
-        self.w13 = torch.empty(count, latent, 2 * width, dtype=torch.int8)
-        self.w2 = torch.empty(count, width, latent, dtype=torch.int8)
+        self.w13 = torch.zeros(count, latent, 2 * width, dtype=torch.int8)
+        self.w2 = torch.zeros(count, width, latent, dtype=torch.int8)
         # The product's result has the dtype of the scale.
-        self.w13_scale = torch.empty(count, 2 * width, dtype=torch.bfloat16)
-        self.w2_scale = torch.empty(count, latent, dtype=torch.bfloat16)
+        self.w13_scale = torch.zeros(count, 2 * width, dtype=torch.bfloat16)
+        self.w2_scale = torch.zeros(count, latent, dtype=torch.bfloat16)
 
     def put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
         """One expert, requantised."""
@@ -144,12 +147,12 @@ class W4A8:
             if size % (group or 8) or size % 8:
                 raise ConfigError(f"int4 experts need a {name} that {group} divides, not {size}; use k3_experts int8")
         self.width, self.group = width, group
-        self.w13 = torch.empty(count, latent, 2 * width // 8, dtype=torch.int32)
-        self.w2 = torch.empty(count, width, latent // 8, dtype=torch.int32)
-        self.w13_scale = torch.empty(count, latent // (group or latent), 2 * width, dtype=torch.int64)
-        self.w2_scale = torch.empty(count, width // (group or width), latent, dtype=torch.int64)
-        self.w13_bias = torch.empty(count, 2 * width, dtype=torch.float32)
-        self.w2_bias = torch.empty(count, latent, dtype=torch.float32)
+        self.w13 = torch.zeros(count, latent, 2 * width // 8, dtype=torch.int32)
+        self.w2 = torch.zeros(count, width, latent // 8, dtype=torch.int32)
+        self.w13_scale = torch.zeros(count, latent // (group or latent), 2 * width, dtype=torch.int64)
+        self.w2_scale = torch.zeros(count, width // (group or width), latent, dtype=torch.int64)
+        self.w13_bias = torch.zeros(count, 2 * width, dtype=torch.float32)
+        self.w2_bias = torch.zeros(count, latent, dtype=torch.float32)
 
     def put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
         """One expert, requantised."""
@@ -206,10 +209,10 @@ class Mxfp:
         if latent % 64 or width % 64:
             raise ConfigError(f"MXFP4 experts on a 950 need widths that 64 divides, not {latent} and {width}")
         self.width = width
-        self.w13 = torch.empty(count, 2 * width, latent // 2, dtype=torch.uint8)
-        self.w2 = torch.empty(count, latent, width // 2, dtype=torch.uint8)
-        self.w13_scale = torch.empty(count, 2 * width, latent // mxfp4.GROUP_SIZE, dtype=torch.uint8)
-        self.w2_scale = torch.empty(count, latent, width // mxfp4.GROUP_SIZE, dtype=torch.uint8)
+        self.w13 = torch.zeros(count, 2 * width, latent // 2, dtype=torch.uint8)
+        self.w2 = torch.zeros(count, latent, width // 2, dtype=torch.uint8)
+        self.w13_scale = torch.zeros(count, 2 * width, latent // mxfp4.GROUP_SIZE, dtype=torch.uint8)
+        self.w2_scale = torch.zeros(count, latent, width // mxfp4.GROUP_SIZE, dtype=torch.uint8)
 
     def put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
         """One expert, as it is."""

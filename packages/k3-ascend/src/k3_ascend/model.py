@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
 
-from k3_ascend import dispatch, modelslim, modelslim_loading, speculation, state_copy, warmup
+from k3_ascend import dispatch, modelslim, modelslim_loading, prepared, speculation, state_copy, warmup
 from k3_ascend.kda import KimiDeltaAttention
 from k3_ascend.mla import LatentAttention
 from k3_ascend.moe import Int4SharedExperts, MoE
 from k3_core.checkpoint import Topology
 from k3_core.config import K3Config
 from k3_core.contracts.attn_res import Schedule
+from k3_core.errors import UnsupportedError
 from k3_core.vllm.processor import K3DummyInputsBuilder, K3MultiModalProcessor, K3ProcessingInfo
 from k3_core.vllm.serving import loading
 from k3_core.vllm.serving.attn_res import Mix
@@ -173,19 +174,21 @@ class KimiLinearForCausalLM(TextServing):
         return KimiLinearModel(self.config, self.vllm_config, prefix)
 
     def warm_up(self) -> None:
-        """Meet every kernel variant; see :mod:`k3_ascend.warmup`."""
+        """Meet every kernel variant; see :mod:`k3_ascend.warmup`. Before it what nothing loaded is finished, too."""
+        finish(self)  # with --load-format dummy no weights are loaded
         warmup.run(self)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill all parameters from the checkpoint, then bring experts to the layout of their products."""
+        """Fill all parameters from the checkpoint, then bring weights to the layout of their kernels."""
+        refuse_again(self)
         loaded = super().load_weights(weights)
-        finish_experts(self)
+        finish(self)
         return loaded
 
     def destinations(self, prefix: str) -> loading.Destinations:
-        """Where the text tensors go; int4 shared experts (ModelSlim) are taken as an expert's."""
+        """Where the text tensors go; ModelSlim's int4 and int8 matrices to theirs."""
         plain = super().destinations(prefix)
-        result = modelslim_loading.Int4Destinations()
+        result = modelslim_loading.ModelSlimDestinations(modelslim.of_model(self.model_config, self.config))
         result.tensors, result.experts = plain.tensors, plain.experts
         for index, layer in self.model.own_layers():
             if layer.is_moe and isinstance(layer.feed_forward.shared_experts, Int4SharedExperts):
@@ -207,12 +210,21 @@ class KimiLinearForCausalLM(TextServing):
         return loading.load(model, destinations, self.config, weights, self.model_config, topology, cut, source)
 
 
-def finish_experts(model: nn.Module) -> None:
-    """Bring the experts of all layers to the layout of their products."""
+def finish(model: nn.Module) -> None:
+    """Bring the experts of all layers to the layout of their products, and what kernels read to theirs; idempotent."""
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, MoE):
+            if isinstance(module, MoE) and not module.finished:
                 module.finish_loading()
+    prepared.prepare(model)
+
+
+def refuse_again(model: nn.Module) -> None:
+    """Raise UnsupportedError where experts already have the layout of their products, which cannot be refilled."""
+    if any(isinstance(module, MoE) and module.finished for module in model.modules()):
+        raise UnsupportedError(
+            "weights cannot be loaded a second time: experts have the layout of the NPU's products; restart the server"
+        )
 
 
 # --------------------------------------------------------------------------------------------------- multimodal model
@@ -225,7 +237,8 @@ class KimiK3ForConditionalGeneration(MultimodalServing):
     text_class = KimiLinearForCausalLM
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill all parameters from the checkpoint, then bring experts to the layout of their products."""
+        """Fill all parameters from the checkpoint, then bring weights to the layout of their kernels."""
+        refuse_again(self)
         loaded = super().load_weights(weights)
-        finish_experts(self)
+        finish(self)
         return loaded

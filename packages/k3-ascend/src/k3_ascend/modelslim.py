@@ -12,13 +12,17 @@ int4 matrix [N, K] has, beside the name of its float weight (``…w1.weight``):
     scale_bias            fp32  [N, 1]        version 1.0.0: 8 * sum_k value; where inputs are cut over ranks (w2,
                                 [N, 16]       down_proj) in 16 slices of K
 
+An int8 matrix (W8A8_DYNAMIC) has weight int8 [N, K], weight_scale and weight_offset as above; value = code * scale. It
+is a linear layer outside the routed experts, and becomes bfloat16 while it is read: activations stay bfloat16, too.
+
 Read in the sources of vllm-ascend 0.23 (quantization/methods/w4a8.py) and of msModelSlim (its ``ascendv1`` saver, per
 channel, and its older saver, per group); no such checkpoint of Kimi K3 was seen. ``scale_bias`` is not used but
 recomputed, as vllm-ascend does without a version, from the scales that the product uses; the stored one is compared,
 which finds codes in another order.
 
 What the sources leave open is refused: other versions, group sizes but 0 and 256 (vllm-ascend's default), and every
-type but W4A8_DYNAMIC for routed and shared experts and FLOAT for the rest.
+type but W4A8_DYNAMIC for routed experts, that or W8A8_DYNAMIC or FLOAT for shared ones, and the last two for the other
+linear layers. Static W8A8 has no scale of its weights in the file, only its product with that of the activations.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from k3_core.config import K3Config
 from k3_core.errors import CheckpointError, ConfigError
 
 DESCRIPTION = "quant_model_description.json"
-INT4, FLOAT = "W4A8_DYNAMIC", "FLOAT"
+INT4, INT8, FLOAT = "W4A8_DYNAMIC", "W8A8_DYNAMIC", "FLOAT"
 VERSION = "1.0.0"
 GROUP = 256
 #: Slices of K that a cut matrix's ``scale_bias`` has.
@@ -52,17 +56,32 @@ SHOWN = 3
 
 _ROUTED = re.compile(r"\.block_sparse_moe\.experts\.\d+\.w([123])\.weight$")
 _SHARED = re.compile(r"\.block_sparse_moe\.shared_experts\.(gate|up|down)_proj\.weight$")
+#: Linear layers that may be int8: attention, dense and shared feed-forward, the latent's projections.
+_LINEAR = re.compile(
+    r"\.layers\.\d+\.(self_attn|mlp|block_sparse_moe\.shared_experts)\.\w+_proj(_with_mqa)?\.weight$"
+    r"|\.block_sparse_moe\.routed_expert_(down|up)_proj\.weight$"
+)
+INT8_KINDS = ("weight", "weight_scale", "weight_offset")
 #: Keys of the description that switch on what is not built here.
 _FEATURES = ("kv_cache_type", "kv_quant_type", "fa_quant_type", "indexer_quant_type")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How int4 matrices are stored: two codes a byte, inputs a scale (0: a scale a channel), shared experts too."""
+    """How int4 matrices are stored: two codes a byte, inputs a scale (0: a scale a channel), shared experts too.
+
+    int8: released names of the weights that are stored as int8.
+    """
 
     packed: bool
     group: int
     shared: bool
+    int8: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        scale = f"a scale {self.group} inputs" if self.group else "a scale a channel"
+        also = f", {len(self.int8)} int8 matrices as bfloat16" if self.int8 else ""
+        return f"{scale}, shared experts {'too' if self.shared else 'not'}{also}"
 
     def kinds(self) -> tuple[str, ...]:
         """What each int4 matrix has."""
@@ -129,10 +148,15 @@ def layout(described: Mapping[str, Any], config: K3Config) -> Layout:
     types = {canonical_name(name, config): kind for name, kind in described.items() if isinstance(kind, str)}
     weights = [name for name in tensor_table(config) if name.endswith(".weight")]
     shared = any(types.get(name) == INT4 for name in weights if _SHARED.search(name))
-    result = Layout(packed, group, shared)
+    int8 = frozenset(
+        name
+        for name in weights
+        if types.get(name) == INT8 and _LINEAR.search(name) and not (shared and _SHARED.search(name))
+    )
+    result = Layout(packed, group, shared, int8)
     wrong: dict[str, list[str]] = {}
     for name in tensor_table(config):
-        wanted = INT4 if result.is_int4(name) else FLOAT
+        wanted = INT4 if result.is_int4(name) else INT8 if name in int8 else FLOAT
         found = types.get(name)
         # Small tensors are not always described; a matrix of experts must be.
         if found != wanted and not (found is None and wanted == FLOAT):
@@ -154,8 +178,8 @@ def _advice(wanted: str, found: Layout) -> str:
         also = ", and the shared ones of all layers or of none" if found.shared else ""
         return f"Every routed expert's w1, w2 and w3 must be {INT4}{also}: quantise them again"
     return (
-        f"k3-ascend reads {INT4} routed and shared experts and {FLOAT} for every other tensor: quantise again and "
-        "leave these layers out"
+        f"k3-ascend reads {INT4} experts, {INT8} linear layers of attention, dense and shared feed-forward and the "
+        f"latent, and {FLOAT} for every other tensor: quantise again and leave these layers out"
     )
 
 
@@ -204,6 +228,11 @@ def table(config: K3Config, found: Layout) -> dict[str, TensorSpec]:
     """Name -> shape and dtype of every tensor of the checkpoint."""
     result: dict[str, TensorSpec] = {}
     for name, spec in tensor_table(config).items():
+        stem = name.removesuffix("weight")
+        if name in found.int8:
+            column = TensorSpec((spec.shape[0], 1), torch.float32)
+            result |= {name: TensorSpec(spec.shape, torch.int8)} | {stem + kind: column for kind in INT8_KINDS[1:]}
+            continue
         if not found.is_int4(name):
             result[name] = spec
             continue
@@ -217,7 +246,6 @@ def table(config: K3Config, found: Layout) -> dict[str, TensorSpec]:
             "weight_offset_second": TensorSpec((rows, groups), torch.int64),
             "scale_bias": TensorSpec((rows, SLICES if _cuts_inputs(name) else 1), torch.float32),
         }
-        stem = name.removesuffix("weight")
         result |= {stem + kind: specs[kind] for kind in found.kinds()}
     return result
 
@@ -227,10 +255,15 @@ def plan(config: K3Config, found: Layout, topology: Topology) -> dict[str, Shard
     result: dict[str, Shard] = {}
     float_table = tensor_table(config)
     for name, shard in shard_plan(config, topology).items():
+        stem = name.removesuffix("weight")
+        if name in found.int8:
+            scale = shard if shard.is_empty or shard.dim == 0 else Shard()
+            result |= {name: shard} | {stem + kind: scale for kind in INT8_KINDS[1:]}
+            continue
         if not found.is_int4(name):
             result[name] = shard
             continue
-        stem, columns = name.removesuffix("weight"), float_table[name].shape[1]
+        columns = float_table[name].shape[1]
         for kind in found.kinds():
             result[stem + kind] = _part(shard, kind, columns, found)
     return result
@@ -294,6 +327,19 @@ def decode(parts: Mapping[str, Tensor], found: Layout) -> tuple[Tensor, Tensor]:
     if "scale_bias" in parts:
         _compare_bias(codes, scale, parts["scale_bias"], found)
     return codes, scale
+
+
+def dequantised(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Values of an int8 matrix [N, K] or a rank's part of it, rounded once to ``dtype``.
+
+    Raises CheckpointError for offsets and for scales that are not positive numbers.
+    """
+    if bool(parts["weight_offset"].any()):
+        raise CheckpointError("weight_offset is not zero: only symmetric quantisation is supported")
+    scale = parts["weight_scale"]
+    if not bool((scale.isfinite() & (scale >= 0)).all()):
+        raise CheckpointError("a scale is negative or not a number: the file is damaged or was converted wrongly")
+    return (parts["weight"].float() * scale).to(dtype)
 
 
 def _codes(stored: Tensor, found: Layout) -> Tensor:

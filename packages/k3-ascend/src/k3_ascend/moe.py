@@ -117,6 +117,7 @@ class MoE(Loadable):
         text = config.text
         size, rank = tp()
         self.text, self.ranks = text, size
+        self.finished = False
         self.expert_parallel = bool(vllm_config.parallel_config.enable_expert_parallel) and size > 1
         ep = size if self.expert_parallel else 1
         self.local_ids = expert_range(config, ep, rank if ep > 1 else 0)
@@ -210,7 +211,8 @@ class MoE(Loadable):
     # --------------------------------------------------------------------------------------------------------- loading
 
     def finish_loading(self) -> None:
-        """Bring the experts to the layout of their products, once all are there."""
+        """Bring the experts to the layout of their products, once: when all are there, or when none will come."""
+        self.finished = True
         blocks = [self.experts]
         if isinstance(self.shared_experts, Int4SharedExperts):
             blocks.append(self.shared_experts.experts)

@@ -82,7 +82,8 @@ def run(layer: MoE, latent: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
     weights, ids = layer.gate.choose(prepared.router_logits)
     arguments = build_fused_experts_input(
         hidden_states=prepared.hidden_states,
-        topk_weights=weights.to(latent.dtype),
+        # MC2 combines with fp32 weights; the other paths end in npu_moe_token_unpermute, which documents bfloat16.
+        topk_weights=weights if _EXTRA_CTX.moe_comm_type.name == "MC2" else weights.to(latent.dtype),
         topk_ids=ids,
         w1=store.w13,  # type: ignore[attr-defined]
         w2=store.w2,  # type: ignore[attr-defined]
