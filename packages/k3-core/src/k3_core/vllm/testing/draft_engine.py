@@ -4,9 +4,9 @@ A case: ``vendor``, ``folder``, ``options`` of ``vllm.LLM``, ``count`` and ``top
 ({ids, image}) and the ``rounds`` in which they are served: "new" and "again" as they are, "longer" with what the first
 round generated and ``extra`` ids behind them; ``script``: texts (ids) whose continuation is known, or null.
 
-With a script the n-gram proposer (which a case turns on in ``options``) proposes from it and makes the token number
-``length % (k + 1)`` of the proposal wrong: each request has 0, 1, ..., k tokens accepted in turn, whatever the model
-says. All behind the proposer - scheduling, verification, sampling, states - is vLLM's and the model's own.
+With a script the n-gram proposer (which a case turns on in ``options``) proposes from it and makes one token of the
+proposal wrong, or none: each request has 0 to k tokens accepted in turn, whatever the model says. All behind the
+proposer - scheduling, verification, sampling, states - is vLLM's and the model's own.
 
 The payload: ``rounds`` of {ids, prompt, tokens, logprobs, cached}, ``drafts`` counted by vLLM, and the engine's sizes.
 """
@@ -17,7 +17,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ from k3_core.vllm.testing.vendor import Vendor
 COUNTERS = "vllm:spec_decode_"
 
 
-def propose_from(script: Sequence[Sequence[int]]) -> None:
-    """Let vLLM's n-gram proposer propose what ``script`` says comes next, with one wrong token at a varying place."""
+def propose_from(script: Sequence[Sequence[int]]) -> Callable[[], None]:
+    """Let vLLM's n-gram proposer propose what ``script`` says comes next, with one wrong token at a varying place.
+
+    Returns what undoes it.
+    """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
     texts = [list(text) for text in script]
@@ -43,7 +46,8 @@ def propose_from(script: Sequence[Sequence[int]]) -> None:
         ]
 
     cls: Any = NgramProposer
-    cls.propose = propose
+    honest, cls.propose = cls.propose, propose
+    return lambda: setattr(cls, "propose", honest)
 
 
 def following(texts: Sequence[Sequence[int]], known: list[int], count: int) -> list[int]:
@@ -53,10 +57,19 @@ def following(texts: Sequence[Sequence[int]], known: list[int], count: int) -> l
     if text is None:
         return []
     result = list(text[length : length + count])
-    wrong = length % (count + 1)
+    wrong = wrong_place(length, count)
     if wrong < len(result):
         result[wrong] ^= 1
     return result
+
+
+def wrong_place(length: int, count: int) -> int:
+    """Which of ``count`` proposed tokens behind ``length`` known ones is made wrong; ``count``: none.
+
+    Scattered (Knuth's multiplicative hash): how far a request gets decides its next length, and a plain remainder ends
+    in a place that leads to itself.
+    """
+    return (length * 2654435761 >> 12) % (count + 1)
 
 
 def counters(llm: Any) -> dict[str, Any]:
@@ -77,8 +90,8 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     llm = LLM(case["folder"], disable_log_stats=False, **case["options"])
     started = time.monotonic()
-    if case["script"] is not None:
-        propose_from(case["script"])  # not before: it loads numba, after which vLLM starts no engine on a CPU
+    # Not before: it loads numba, after which vLLM starts no engine on a CPU.
+    restore = (lambda: None) if case["script"] is None else propose_from(case["script"])
     sampling = SamplingParams(
         temperature=0, max_tokens=case["count"], ignore_eos=True, detokenize=False, logprobs=case["top"]
     )
@@ -105,6 +118,7 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
         "start_s": round(started - began, 1),
         "generate_s": round(time.monotonic() - started, 2),
     }
+    restore()
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
