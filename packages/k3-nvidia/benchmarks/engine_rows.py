@@ -1,0 +1,126 @@
+"""The engine's rows: ``bench.py --rows engine`` runs ``bench_engine.py`` for ours and both rivals, one after another.
+
+What is in <out>/engine.jsonl already is not run again; K3_BENCH_SECONDS (600) ends the last process. The page's rows
+are <out>/engine.json: per shape and batch or prompt our milliseconds, each rival's, and ours over the faster of the
+two, for the wall clock (``ms``) and for the device alone (``device_ms``). Several measurements of a part show their
+median.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+#: (implementation, experts as bench_engine.py names them) -> column.
+SIDES = {("ours", "k3-nvidia"): "ours", ("upstream", "marlin"): "marlin", ("upstream", "auto"): "humming"}
+RUNS = tuple(
+    (shape, impl, experts)
+    for shape in ("tp16", "tp8")
+    for impl, experts in (("ours", "auto"), ("upstream", "marlin"), ("upstream", "auto"))
+)
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of a JSON-lines file."""
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("{"):
+                yield json.loads(line)
+
+
+def case_of(record: Mapping[str, Any]) -> str | None:
+    """``tp16 decode 8`` or ``tp8 prefill 8192``; None for a record of something else."""
+    for kind, key in (("decode", "decode_batch"), ("prefill", "prefill")):
+        if key in record and "ms" in record:
+            return f"{record['shape']} {kind} {record[key]}"
+    return None
+
+
+def rows(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """case -> ours, marlin, humming and the ratios; cases without a measurement of ours are left out."""
+    times: dict[str, dict[str, list[float]]] = {}
+    for record in found:
+        case, side = case_of(record), SIDES.get((record.get("impl", ""), record.get("experts", "")))
+        if case is None or side is None:
+            continue
+        columns = times.setdefault(case, {})
+        for measure, label in (("ms", side), ("device_ms", f"{side}, device")):
+            if measure in record:
+                columns.setdefault(label, []).append(record[measure])
+        if "launches" in record:
+            columns.setdefault(f"{side}, launches", []).append(record["launches"])
+    result = {}
+    for case, columns in times.items():
+        row: dict[str, Any] = {label: round(statistics.median(values), 3) for label, values in columns.items()}
+        for ours, suffix in (("ours", ""), ("ours, device", ", device")):
+            rivals = [row[f"{side}{suffix}"] for side in ("marlin", "humming") if f"{side}{suffix}" in row]
+            if ours in row and rivals:
+                row[f"ratio{suffix}"] = round(row[ours] / min(rivals), 2)
+        if "ours" in row:
+            result[case] = row
+    return result
+
+
+def write(out: Path) -> Path:
+    """engine.json from engine.jsonl."""
+    found = list(records(out / "engine.jsonl"))
+    place: dict[str, Any] = next((dict(r) for r in found if "device" in r), {})
+    environment = {
+        "command": "bench.py --rows engine", "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": "?", **place,
+    }  # fmt: skip
+    title = "engine, 8 layers of one rank, milliseconds"
+    notes = [
+        "decode: one step of that many requests; prefill: a prompt of that many tokens and one generated token. ratio: "
+        "ours over the faster rival; device: the device's own time, waits for the host left out."
+    ]
+    data = {"title": title, "environment": environment, "rows": rows(found), "notes": notes}
+    path = out / "engine.json"
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    return path
+
+
+def run(out: Path, slices: Sequence[str]) -> None:
+    """Every process that is not recorded yet, then the page's rows. slices: parts of ``tp16 ours auto``."""
+    end = time.monotonic() + float(os.environ.get("K3_BENCH_SECONDS", "600"))
+    out.mkdir(parents=True, exist_ok=True)
+    for shape, impl, experts in RUNS:
+        name = f"{shape} {impl} {experts}"
+        recorded = "k3-nvidia" if impl == "ours" else experts
+        have = {
+            case_of(r) for r in records(out / "engine.jsonl")
+            if (r.get("shape"), r.get("impl"), r.get("experts")) == (shape, impl, recorded)
+        }  # fmt: skip
+        if (slices and not any(part in name for part in slices)) or f"{shape} prefill 32768" in have:
+            continue
+        left = end - time.monotonic()
+        if left < 60:
+            print(f"time is up before {name}", flush=True)
+            break
+        command = [
+            sys.executable,
+            str(HERE / "bench_engine.py"),
+            "--shape",
+            shape,
+            "--impl",
+            impl,
+            "--experts",
+            experts,
+        ]
+        try:
+            done = subprocess.run(command, env={**os.environ, "OUT": str(out)}, timeout=left, check=False)
+            print(f"{name}: rc {done.returncode}", flush=True)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: ran out of time", flush=True)
+    write(out)
+
+
+if __name__ == "__main__":
+    print(write(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results"))

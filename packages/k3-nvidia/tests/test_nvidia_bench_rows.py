@@ -1,0 +1,91 @@
+"""How measurements become tables: the engine's rows, and AttnRes' tuning table from its sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def record(impl: str, experts: str, ms: float, **what: Any) -> dict[str, Any]:
+    return {"part": "rank", "shape": "tp16", "impl": impl, "experts": experts, "ms": ms, **what}
+
+
+def test_the_rival_of_a_row_is_the_faster_one() -> None:
+    import engine_rows
+
+    found = engine_rows.rows(
+        [
+            record("ours", "k3-nvidia", 2.0, decode_batch=1, device_ms=1.0, launches=150),
+            record("ours", "k3-nvidia", 4.0, decode_batch=1, device_ms=1.0, launches=150),
+            record("upstream", "marlin", 4.0, decode_batch=1, device_ms=1.5),
+            record("upstream", "auto", 5.0, decode_batch=1, device_ms=1.25),
+            record("upstream", "auto", 5.0, decode_batch=8),
+            {"part": "rank", "start_s": 3.0},
+        ]
+    )
+    assert found == {
+        "tp16 decode 1": {
+            "ours": 3.0, "ours, device": 1.0, "ours, launches": 150, "marlin": 4.0, "marlin, device": 1.5,
+            "humming": 5.0, "humming, device": 1.25, "ratio": 0.75, "ratio, device": 0.8,
+        }
+    }  # fmt: skip
+
+
+def test_a_run_that_is_recorded_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import engine_rows
+
+    lines = [record("ours", "k3-nvidia", 2.0, prefill=32768), record("upstream", "marlin", 3.0, prefill=8192)]
+    (tmp_path / "engine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        ran.append(command[2:])
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(engine_rows.subprocess, "run", run)
+    engine_rows.run(tmp_path, ["tp16"])
+    assert [command[3] + " " + command[5] for command in ran] == ["upstream marlin", "upstream auto"]
+    assert "tp16 prefill 32768" in json.loads((tmp_path / "engine.json").read_text())["rows"]
+
+
+def test_attn_res_table_takes_the_best_and_keeps_what_was_not_measured(tmp_path: Path) -> None:
+    import bench_attnres
+
+    from k3_nvidia.kernels.attn_res import Config
+    from k3_nvidia.tuning import attn_res as tuning
+
+    ring, other = bench_attnres.SWEEP[0], bench_attnres.SWEEP[1]
+    names = {bench_attnres.name_of(config): config for config in bench_attnres.SWEEP}
+    assert len(names) == len(bench_attnres.SWEEP), "two configurations of one name"
+    rows = {
+        f"T8192-n1 {bench_attnres.name_of(ring)}": {"us": 100.0},
+        f"T8192-n1 {bench_attnres.name_of(other)}": {"us": 120.0},
+        f"T8192-n4 {bench_attnres.name_of(ring)}": {"us": 101.0},
+        f"T8192-n4 {bench_attnres.name_of(other)}": {"us": 100.0},
+        f"T8192-n8 {bench_attnres.name_of(ring)}": {"error": "check failed"},
+    }
+    results = {"environment": {"device": "a GPU", "date": "2026-11-30 00:00:00Z"}, "rows": rows}
+    bench_attnres.write_table(results, tmp_path / "table.json")
+    table = json.loads((tmp_path / "table.json").read_text())
+    chosen = {(row["max_tokens"], row["max_blocks"]): Config(**row["config"]) for row in table["rows"]}
+    assert chosen[1 << 20, 2] == ring
+    assert chosen[1 << 20, 5] == ring, "one kernel less to compile is worth 2 %"
+    assert chosen[1 << 20, 64] == tuning.choose(8192, 8, 7168)
+    assert list(chosen) == sorted(chosen), "bounds are tried in their order"
+    assert table["measured"].startswith("tokens x blocks 8192x1, 8192x4 ")
