@@ -20,6 +20,7 @@ from typing import Any
 
 import experts_case as case
 import harness
+import plots_experts
 import rival_experts
 import torch
 
@@ -304,6 +305,9 @@ def run(out: Path, slices: list[str]) -> None:
         del bench
         torch.cuda.empty_cache()
     print(harness.table(lines, ["row", "ours", "marlin", "humming", "ratio", "w13", "w2", "byte floor", "flop floor"]))
+    results.notes = plots_experts.notes(results.rows)
+    results.save()
+    plots_experts.publish(Path(out) / "experts.json")
 
 
 if __name__ == "__main__":
