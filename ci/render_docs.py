@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -102,7 +103,9 @@ def benchmarks() -> dict[Path, str]:
 
 
 def proof(name: str, value: str) -> str:
-    """A cell of the matrix; ``conformance: PACKAGE`` stands for what the package's result file says of the operator."""
+    """A cell of the matrix: ``conformance: PACKAGE`` stands for what the package's result file says of the operator,
+    ``semantics: PACKAGE`` for what its tests on another vendor's device said."""
+    value = re.sub(r"semantics: ([\w-]+)", lambda found: semantics(name, found[1]), value)
     package = value.removeprefix("conformance: ")
     if package == value:
         return value
@@ -113,6 +116,21 @@ def proof(name: str, value: str) -> str:
     if count["fail"] or not count["pass"]:
         return f"fails {count['fail']} of {len(rows)} cases ({where})"
     return f"1 ({where}, {count['pass']} cases)" + (f", {count['refused']} refused" if count["refused"] else "")
+
+
+def semantics(name: str, package: str) -> str:
+    """Rung 3 of one operator (or several, with commas) by ``h200_semantics.json``; a failure is said, not left out."""
+    page = json.loads((ROOT / "packages" / package / "benchmarks/results/h200_semantics.json").read_text())
+    operators = name.split(", ")
+    results = [
+        row["result"]
+        for test, row in page["tests"].items()
+        if any(re.search(rf"[\[-]{operator}[-\]]", test) for operator in operators)
+    ]
+    where = f"{page['date']}, {page['device'].removeprefix('NVIDIA ')}"
+    if "failed" in results or "passed" not in results:
+        return f"3 fails {results.count('failed')} of {len(results)} tests ({where})"
+    return f"3 ({where})"
 
 
 def support_matrix() -> dict[Path, str]:
