@@ -71,6 +71,17 @@ def test_conforms_in_the_interpreter(name: str) -> None:
     report.raise_if_failed()
 
 
+@interpreted
+@pytest.mark.slow
+def test_prefill_of_the_released_head_dimension_in_the_interpreter() -> None:
+    """Key channels in four parts, a bounded gate: what the small cases, which have one part, do not reach."""
+    wanted = ":64.mixed.L5.strided.fresh.N6.D128:bfloat16"
+    report = conformance.run(
+        "kda_prefill", IMPLEMENTATIONS["kda_prefill"], DEVICE, scales=("real",), only=lambda case: wanted in case.id
+    )
+    assert [row.verdict for row in report.rows] == ["pass"]
+
+
 def use_table(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose a launch table where the device is not AMD's; on AMD only the device's own can run."""
     monkeypatch.setenv(launch.TABLE, arch)

@@ -249,13 +249,23 @@ class Steps:
         )
         return latent, recurrent
 
-    def step(self, tokens: list[list[int]]) -> list[torch.Tensor]:
-        """Logits [n, vocab] of each request's new tokens; requests are 0 .. len(tokens) - 1, decodes first."""
+    def step(self, tokens: list[list[int]], images: dict[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Logits [n, vocab] of each request's new tokens; requests are 0 .. len(tokens) - 1, decodes first.
+
+        images: pixel_values and grid_thws of the pictures whose placeholders the tokens have, in their order.
+        """
         bounds = torch.tensor([0, *torch.tensor([len(t) for t in tokens]).cumsum(0).tolist()], dtype=torch.int32)
         metadata = self._metadata(tokens, bounds)
         ids = torch.tensor([i for t in tokens for i in t])
         with torch.no_grad(), forward_context(self.config, len(ids), metadata):
-            hidden = self.model(None, None, inputs_embeds=self.model.embed_input_ids(ids))
+            embedded = self.model.embed_input_ids(ids)
+            if images is not None:
+                embedded = self.model.embed_input_ids(
+                    ids,
+                    self.model.embed_multimodal(**images),
+                    is_multimodal=ids == self.model.config.media_placeholder_token_id,
+                )
+            hidden = self.model(None, None, inputs_embeds=embedded)
             self.hidden = hidden
             text = self.model.get_language_model() if hasattr(self.model, "get_language_model") else self.model
             logits = torch.nn.functional.linear(text.model.norm(hidden), text.lm_head.weight).float()

@@ -23,7 +23,9 @@ if not support.has_vllm_ascend():
 import ascend_reference_ops as reference_ops
 
 from k3_ascend import channels, constraints
+from k3_core.multimodal import preprocess_image
 from k3_core.reference import load_model
+from k3_core.vllm.testing.rank_engine import noise_image
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "k3-core" / "tests"))
 import golden_data
@@ -98,6 +100,36 @@ def test_each_layer_equals_the_goldens(exact: Any, goldens: Any) -> None:
     for index, found in enumerate(outputs):
         expected = torch.from_numpy(arrays[f"p17.layer{index}.attn_out"])
         assert float((found - expected).abs().max()) < LOGITS, f"layer {index}"
+
+
+def test_images_equal_the_reference(exact: Any, goldens: Any) -> None:
+    """Two pictures in one step, of two requests: logits of text before, between and after their placeholders.
+
+    The tower's sums have another order, too: the bound is that of two implementations.
+    """
+    prompts, _ = goldens
+    model, _ = exact
+    reference = load_model(golden_data.checkpoint("k3-tiny"), dtype=FP32)
+    pad = model.config.media_placeholder_token_id
+    pictures = [noise_image(60, 44, 1), noise_image(30, 90, 2)]
+    made = [preprocess_image(picture, reference.image_settings) for picture in pictures]
+    short = [[*prompts["p17"][:5], pad, *prompts["p17"][5:9]], [pad, *prompts["p2"]]]
+    lengths = [int(torch.as_tensor(grid).prod()) // 4 for _, grid in made]
+    whole = [
+        [t for token in ids for t in ([token] * length if token == pad else [token])]
+        for ids, length in zip(short, lengths, strict=True)
+    ]
+    images = {
+        "pixel_values": torch.cat([torch.as_tensor(pixels) for pixels, _ in made]),
+        "grid_thws": torch.stack([torch.as_tensor(grid) for _, grid in made]),
+    }
+    found = support.Steps(*exact).step(whole, images)
+    for ids, picture, logits in zip(short, pictures, found, strict=True):
+        expected = reference.logits(torch.tensor(ids), [picture])
+        assert expected.shape == logits.shape
+        assert float((logits - expected).abs().max()) < LOGITS
+    swapped = support.Steps(*exact).step(whole, images | {"pixel_values": images["pixel_values"].flip(0)})
+    assert float((swapped[0] - found[0]).abs().max()) > 100 * LOGITS, "the pictures do not reach the logits"
 
 
 def test_decoding_continues_like_the_reference(exact: Any, goldens: Any) -> None:
