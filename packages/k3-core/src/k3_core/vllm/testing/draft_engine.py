@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from k3_core.vllm.testing import world
-from k3_core.vllm.testing.rank_engine import noise_image
+from k3_core.vllm.testing.rank_engine import noise_image, runner
 from k3_core.vllm.testing.vendor import Vendor
 
 COUNTERS = "vllm:spec_decode_"
@@ -139,10 +139,8 @@ def answer(output: Any) -> dict[str, Any]:
 
 def attention_backends(llm: Any) -> list[str]:
     """Which backends the latent attention uses, and the dtype of its cache."""
-    core = llm.llm_engine.engine_core.engine_core
-    model = core.model_executor.driver_worker.worker.model_runner.model
     found = set()
-    for module in model.modules():
+    for module in runner(llm).get_model().modules():
         attention = getattr(module, "attn", None)
         if attention is not None and hasattr(attention, "kv_cache_dtype"):
             backend = attention.get_attn_backend() if hasattr(attention, "get_attn_backend") else type(attention)

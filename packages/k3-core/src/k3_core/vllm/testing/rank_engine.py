@@ -36,7 +36,7 @@ def facts(llm: Any) -> dict[str, Any]:
     from k3_core.vllm.serving.moe_layer import MoeLayer
     from k3_core.vllm.serving.stack import TextStack
 
-    model = runner(llm).model
+    model = runner(llm).get_model()
     layers = [m for m in model.modules() if isinstance(m, MoeLayer)]
     stack = next(m for m in model.modules() if isinstance(m, TextStack))
     return {
@@ -90,8 +90,7 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
         "start_s": round(started - began, 1),
         "generate_s": round(done - started, 2),
     }
-    if not external:
-        llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
