@@ -26,6 +26,7 @@ from k3_ascend import channels, constraints
 from k3_core.multimodal import preprocess_image
 from k3_core.reference import load_model
 from k3_core.vllm.testing.rank_engine import noise_image
+from k3_core.vllm.testing.ranks import Group
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "k3-core" / "tests"))
 import golden_data
@@ -146,6 +147,45 @@ def test_decoding_continues_like_the_reference(exact: Any, goldens: Any) -> None
             expected = reference.logits(torch.tensor(sequence))[-1]
             assert float((logits - expected).abs().max()) < SAME_ARITHMETIC
         tokens = [int(logits.argmax()) for logits in found]
+
+
+def test_two_pipeline_stages_equal_the_goldens(goldens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that end inside a block hand prefix and bank over; a prompt, then a token from both stages' states."""
+    from vllm.distributed import parallel_state
+
+    prompts, arrays = goldens
+    config = support.settle(golden_data.checkpoint("k3-tiny"), additional_config={"k3_experts": "bf16"})
+    config.model_config.dtype = FP32
+    reference = load_model(golden_data.checkpoint("k3-tiny"), dtype=FP32)
+    with support.worker(config):
+        stages = []
+        for rank in range(2):
+            monkeypatch.setattr(parallel_state, "_PP", Group(2, rank))
+            model = support.build(config)
+            support.load(model, config)
+            stages.append(support.Steps(model, config))
+        assert [m.model.language_model.model.end_layer for m in stages] == [7, 13]
+
+        def step(tokens: list[int]) -> torch.Tensor:
+            bounds = torch.tensor([0, len(tokens)], dtype=torch.int32)
+            handed, embedded = None, stages[0].model.embed_input_ids(torch.tensor(tokens))
+            for rank, stage in enumerate(stages):
+                monkeypatch.setattr(parallel_state, "_PP", Group(2, rank))
+                metadata = stage._metadata([tokens], bounds)
+                with torch.no_grad(), support.forward_context(config, len(tokens), metadata):
+                    handed = stage.model(None, None, handed, inputs_embeds=None if rank else embedded)
+                stage.lengths[0] += len(tokens)
+            text = stages[1].model.language_model
+            with torch.no_grad():
+                logits = torch.nn.functional.linear(text.model.norm(handed), text.lm_head.weight)
+            return logits[:, : text.config.text.vocab_size]
+
+        prompt = list(prompts["p17"])
+        found = step(prompt)
+        np.testing.assert_allclose(found.numpy(), arrays["p17.logits"], atol=LOGITS, rtol=0)
+        token = int(found[-1].argmax())
+        expected = reference.logits(torch.tensor([*prompt, token]))[-1]
+        assert float((step([token])[0] - expected).abs().max()) < SAME_ARITHMETIC
 
 
 def test_decodes_and_prompts_share_a_step(exact: Any, goldens: Any) -> None:
