@@ -15,6 +15,7 @@ class NvidiaHook(ServingHook):
     """vLLM's configuration hook for this wheel's models."""
 
     wheel = "k3-nvidia"
+    isolates = True
 
     @classmethod
     def device_reasons(cls, vllm_config: Any, config: K3Config) -> Iterator[str]:

@@ -18,6 +18,7 @@ from k3_core.errors import ConfigError, UnsupportedError
 from k3_core.vllm import compat
 from k3_core.vllm.layers.cache import latent_width
 from k3_core.vllm.limits import not_now, verify_folder
+from k3_core.vllm.serving import isolation
 
 #: Speculation without a draft model: proposals come from the text itself.
 DRAFTLESS = ("ngram", "suffix")
@@ -29,10 +30,12 @@ class ServingHook:
     Attributes:
         wheel: distribution name, for messages.
         settings: this project's keys of ``--additional-config`` that the vendor's model reads.
+        isolates: whether requests with logits that are not finite are ended (:mod:`k3_core.vllm.serving.isolation`).
     """
 
     wheel: ClassVar[str]
     settings: ClassVar[tuple[str, ...]] = ("k3_moe_reduction",)
+    isolates: ClassVar[bool] = False
 
     @classmethod
     def device_reasons(cls, vllm_config: Any, config: K3Config) -> Iterator[str]:
@@ -78,6 +81,8 @@ class ServingHook:
             if multimodal is not None:
                 multimodal.skip_mm_profiling = True  # the largest image takes minutes on a CPU and measures nothing
         cls.verify_checkpoint(vllm_config, config)
+        if cls.isolates:
+            isolation.install(vllm_config)
 
     @classmethod
     def verify_checkpoint(cls, vllm_config: Any, config: K3Config) -> None:

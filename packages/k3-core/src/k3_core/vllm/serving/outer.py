@@ -33,7 +33,7 @@ from k3_core.config import K3Config, load_config
 from k3_core.errors import ConfigError
 from k3_core.vllm import compat
 from k3_core.vllm.processor import MEDIA_PAD
-from k3_core.vllm.serving import loading, vision
+from k3_core.vllm.serving import isolation, loading, vision
 from k3_core.vllm.serving.cache import StateShapes, state_dtypes, state_shapes
 from k3_core.vllm.serving.mla_layer import LatentAttention
 from k3_core.vllm.serving.modules import Loadable, tp
@@ -59,6 +59,7 @@ class TextServing(nn.Module, SupportsPP, SupportsEagle3, HasInnerState, IsHybrid
             )
         self.logits_processor = LogitsProcessor(text.vocab_size)
         self._cold = not current_platform.is_cpu()
+        self._marks = isolation.counting()
 
     def make_stack(self, prefix: str) -> TextStack:
         """The vendor's layers in their order, from ``config`` and ``vllm_config``."""
@@ -97,10 +98,10 @@ class TextServing(nn.Module, SupportsPP, SupportsEagle3, HasInnerState, IsHybrid
         return self.model(inputs_embeds, None)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Final norm and head: [n, H] -> [n, vocab]."""
+        """Final norm and head: [n, H] -> [n, vocab]; NaN where a logit is not finite (see serving.isolation)."""
         norm = cast(Callable[[Tensor], Tensor], self.model.norm)
         logits: Tensor | None = self.logits_processor(self.lm_head, norm(hidden_states))
-        return logits
+        return isolation.mark(logits) if self._marks and logits is not None else logits
 
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device

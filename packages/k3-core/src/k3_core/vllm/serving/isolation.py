@@ -1,0 +1,134 @@
+"""A request whose logits are not finite ends alone, by name, with an error; nobody else notices.
+
+NaN in a request's state (a damaged cache page, an overflow) makes its logits NaN, from which a sampler draws token 0 or
+anything else, for ever. Three pieces end such a request at the step it happens in, without a wait in the decoding path:
+
+* :func:`mark` turns infinite logits into NaN, on the device, so that one count covers both;
+* vLLM counts the NaNs of every row on the device and copies the counts beside the sampled tokens
+  (``VLLM_COMPUTE_NANS_IN_LOGITS``), graphs and asynchronous scheduling included;
+* :func:`scheduler`, vLLM's scheduler with one more look at those counts, finishes the requests concerned with the
+  status ``FINISHED_ERROR`` (the client gets an error, not text), logs their ids, and takes their blocks out of the
+  prefix cache, so that no later prompt resumes from a poisoned state. Blocks that others hold stay theirs.
+
+What keeps the others clean is not here: operators read and write the slots of their own rows only, new sequences start
+from zeros whatever a slot holds, and vLLM zeroes the latent pages it hands out again.
+
+``VLLM_COMPUTE_NANS_IN_LOGITS=0`` in the environment switches all of it off; ``--scheduler-cls`` keeps the user's own
+scheduler, which then ends nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+logger = logging.getLogger("vllm.plugins.k3")
+
+COUNT = "VLLM_COMPUTE_NANS_IN_LOGITS"
+
+
+def install(vllm_config: Any) -> bool:
+    """Have the engine of ``vllm_config`` end poisoned requests; whether it will. For a configuration hook."""
+    settings = vllm_config.scheduler_config
+    name = f"{__name__}.{scheduler.__name__}"
+    if settings.scheduler_cls == name:
+        return True
+    if os.environ.get(COUNT, "1") == "0":
+        logger.warning("%s=0: requests with logits that are not finite will not be ended", COUNT)
+        return False
+    if settings.scheduler_cls is not None:
+        logger.warning("--scheduler-cls replaces the scheduler that ends requests with logits that are not finite")
+        return False
+    os.environ[COUNT] = "1"  # worker processes inherit it
+    settings.scheduler_cls = name
+    return True
+
+
+def counting() -> bool:
+    """Whether vLLM counts NaNs in logits, so that marking them has a use."""
+    from vllm import envs
+
+    return bool(envs.VLLM_COMPUTE_NANS_IN_LOGITS)
+
+
+def mark(logits: Tensor) -> Tensor:
+    """``logits`` [n, vocab] with NaN where they were infinite, in place, all other bits unchanged: x + 0 * x."""
+    return logits.add_(logits, alpha=0)
+
+
+def poisoned(counts: dict[str, int] | None) -> list[str]:
+    """Requests with NaNs in their logits, of vLLM's counts by request (None where nothing was counted)."""
+    return [name for name, count in (counts or {}).items() if count > 0]
+
+
+def scheduler(*args: Any, **named: Any) -> Any:
+    """vLLM's scheduler for this configuration (the asynchronous one where that is on), ending poisoned requests."""
+    settings = (named["vllm_config"] if "vllm_config" in named else args[0]).scheduler_config
+    if settings.async_scheduling:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Base
+    else:
+        from vllm.v1.core.sched.scheduler import Scheduler as Base
+    return isolating(Base)(*args, **named)
+
+
+@functools.cache
+def isolating(base: type[Any]) -> type[Any]:
+    """``base``, a scheduler of vLLM, that finishes poisoned requests before it takes their tokens."""
+
+    class IsolatingScheduler(base):
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            names = poisoned(model_runner_output.num_nans_in_logits)
+            ended = end(self, names) if names else []
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            for request in ended:
+                add_error(outputs, request)
+            return outputs
+
+    return IsolatingScheduler
+
+
+def end(scheduler: Any, names: Iterable[str]) -> list[Any]:
+    """Finish the named requests that still run, evict their blocks from the prefix cache, and return them."""
+    from vllm.v1.request import RequestStatus
+
+    alive = [name for name in names if name in scheduler.requests and not scheduler.requests[name].is_finished()]
+    manager = scheduler.kv_cache_manager
+    for name in alive:
+        request = scheduler.requests[name]
+        logger.error(
+            "request %s: logits that are not finite after %d tokens; the request is ended with an error and its "
+            "blocks leave the prefix cache, other requests go on",
+            name,
+            request.num_tokens,
+        )
+        manager.evict_blocks({block for group in manager.get_block_ids(name) for block in group})
+    requests: list[Any] = [scheduler.requests[name] for name in alive]
+    # Releases before 0.33 and vLLM's own callers differ in what finish_requests returns; the requests are known here.
+    scheduler.finish_requests(alive, RequestStatus.FINISHED_ERROR)
+    return requests
+
+
+def add_error(outputs: dict[int, Any], request: Any) -> None:
+    """Put the error that ``request`` ends with among the ``outputs`` of its client."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+    more: dict[str, Any] = {}
+    if "error" in EngineCoreOutput.__struct_fields__:  # from 0.33: the words that the client gets
+        from vllm.outputs import RequestError
+
+        words = f"the logits of request {request.request_id} were not finite"
+        more["error"] = RequestError(code="internal_error", message=words)
+    result = EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=request.get_finished_reason(),
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+        **more,
+    )
+    outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[])).outputs.append(result)

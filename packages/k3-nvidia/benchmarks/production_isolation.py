@@ -1,0 +1,215 @@
+"""Part of production.py: NaN or infinity in one request ends that request alone, by name, and reaches nobody else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_smoke import model_of, prompts, stop
+from production_support import GPU, Checks, Job, Result, Rule, Served, checkpoint, jobs_of, pairs
+
+BITS = Rule(0, 0)
+VICTIM = 2
+#: Steps after which the victim is struck: all prompts are done by then.
+STRIKE = 6
+COUNT = 14
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 5},
+}
+
+
+@dataclass
+class Heard(logging.Handler):
+    """Errors that the plugin logs."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        logging.Handler.__init__(self, logging.ERROR)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def isolation(check: Checks, work: Path, seconds: float) -> None:
+    """Poison in states, latent pages and logits; slots of others; prompts of the ended request sent again."""
+    folder = checkpoint(work)
+    served = Served(folder, enable_prefix_caching=True, max_num_seqs=8, num_gpu_blocks_override=96, max_model_len=1024)
+    attack = Attack(check, served)
+    for kind in attack.kinds():
+        for name, sampling in SAMPLINGS.items():
+            check.guard(f"isolation {kind}", lambda kind=kind, name=name, s=sampling: attack.run(kind, name, s))
+    check.guard("isolation canaries", lambda: canaries(check, served))
+    del served, attack
+    stop(None)
+
+
+class Attack:
+    """One batch, struck in different ways, against the same batch whose victim the client aborts."""
+
+    def __init__(self, check: Checks, served: Served) -> None:
+        self.check, self.served = check, served
+        self.heard = Heard()
+        logging.getLogger("vllm.plugins.k3").addHandler(self.heard)
+        block = served.config.cache_config.block_size
+        self.jobs = jobs_of((20, 37, block + 30, 5, 41), seed=8, count=COUNT)
+        self.fresh = jobs_of((33, block + 12, 8), seed=9, count=6)
+        served.forget()
+        self.before = served.run(self.fresh)
+
+    def kinds(self) -> dict[str, Callable[[str], None]]:
+        """Ways to strike the request of this name."""
+        bad = {"NaN": float("nan"), "infinity": float("inf")}
+        ways: dict[str, Callable[[str], None]] = {}
+        for word, value in bad.items():
+            ways[f"{word} in the recurrent state"] = lambda n, v=value: self.fill(n, 1, v)
+            ways[f"{word} in the convolution's window"] = lambda n, v=value: self.fill(n, 0, v)
+            ways[f"{word} in the latent cache"] = lambda n, v=value: self.fill_latent(n, v)
+            ways[f"{word} in the logits"] = lambda n, v=value: self.fill_logits(n, v)
+        return ways
+
+    def fill(self, name: str, which: int, value: float) -> None:
+        layers = self.served.layers()
+        for group, blocks in zip(self.served.groups(), self.served.blocks(name), strict=True):
+            for layer in (layers[n] for n in group if n in layers):
+                for block in blocks:
+                    if block:
+                        layer.states()[which][block] = value
+
+    def fill_latent(self, name: str, value: float) -> None:
+        context = self.served.config.compilation_config.static_forward_context
+        layers = self.served.layers()
+        from k3_core.vllm import compat
+
+        for group, blocks in zip(self.served.groups(), self.served.blocks(name), strict=True):
+            for layer in (context[n] for n in group if n not in layers):
+                pages = compat.latent_pages(layer.kv_cache)
+                for block in blocks:
+                    if block:
+                        pages[block][:1] = value  # the first token: every later one sees it
+
+    def fill_logits(self, name: str, value: float) -> None:
+        """In the row that the victim had in the step before: the batch is the same."""
+        row, model = self.served.order[name], model_of(self.served.llm)
+        text = getattr(model, "language_model", model)
+        honest = text.logits_processor.forward
+
+        def forward(*args: Any, **named: Any) -> Any:
+            logits = honest(*args, **named)
+            text.logits_processor.forward = honest
+            logits[row, 3] = value
+            return logits
+
+        text.logits_processor.forward = forward
+
+    def batch(self, sampling: dict[str, Any], act: Callable[[str], None], strike: int) -> tuple[list[Any], list[Any]]:
+        """Run the batch and ``act`` on the victim after ``strike`` steps: results (None: no output), steps."""
+        served = self.served
+        served.forget()
+        served.results.clear()
+        jobs = list(self.jobs)
+        jobs[VICTIM] = Job(jobs[VICTIM].ids, COUNT, sampling=sampling)
+        names = [served.add(job) for job in jobs]
+        numbers = {served.external[name]: number for number, name in enumerate(names)}
+        for _ in range(strike):
+            served.step()
+        act(names[VICTIM])
+        served.drain()
+        steps = [tuple((numbers[name], n) for name, n in rows) for rows in served.steps]
+        return [served.results.pop(name, None) for name in names], steps
+
+    def run(self, kind: str, how: str, sampling: dict[str, Any]) -> None:
+        """Strike once; compare the others bit for bit with the batch whose client gave up."""
+        check, what = self.check, f"isolation: {kind}, {how}"
+        self.heard.lines.clear()
+        name = ""
+
+        def act(victim: str) -> None:
+            nonlocal name
+            name = victim
+            self.kinds()[kind](victim)
+
+        struck, steps = self.batch(sampling, act, STRIKE)
+        victim: Result | None = struck[VICTIM]
+        said = [line for line in self.heard.lines if name in line]
+        ended = victim is not None and victim.finish == "error"
+        check(f"{what}: ended by name", ended and len(said) == 1, finish=victim and victim.finish, said=len(said))
+        others = [r for i, r in enumerate(struck) if i != VICTIM]
+        # The client gives up in the step in which the engine did: the same batches, so the same bits.
+        for later in range(5):
+            control, control_steps = self.batch(sampling, self.served.abort, STRIKE + later)
+            if control_steps == steps:
+                break
+        same = control_steps == steps
+        figures = pairs(others, [r for i, r in enumerate(control) if i != VICTIM], *([BITS] if same else []))
+        complete = all(result is not None and result.finish == "length" for result in others)
+        ok = figures.pop("ok") and complete
+        check(f"{what}: others untouched", ok, same_steps=same, steps_to_the_end=len(steps), **figures)
+        self.served.forget()
+        after = self.served.run(self.fresh)
+        check(f"{what}: new requests on its blocks", **pairs(after, self.before, BITS))
+        struck, _ = self.batch({}, self.kinds()[kind], STRIKE)
+        (again,) = self.served.run([self.jobs[VICTIM]])  # no reset in between: its blocks must not be found
+        (clean,) = self.served.solo([self.jobs[VICTIM]])
+        figures = pairs([again], [clean])
+        check(f"{what}: sent again", figures.pop("ok") and again.finish == "length", cached=again.cached, **figures)
+
+
+def canaries(check: Checks, served: Served) -> None:
+    """Each step changes the states of its own requests only; the null block and free blocks keep their bytes."""
+    served.forget()
+    layers = served.layers()
+    for layer in layers.values():
+        for pool in layer.states():
+            assert not pool[0].any(), "the null block was written before this check began"
+    jobs = [Job(ids, 5) for ids in prompts((60, 9, 300, 2), 12, 500)]
+    names = [served.add(job) for job in jobs[:2]]
+    late = jobs[2:]
+    touched = foreign = steps = 0
+    while served.engine.has_unfinished_requests():
+        before = {n: [pool.clone() for pool in layer.states()] for n, layer in layers.items()}
+        owned: dict[str, set[int]] = {n: set() for n in layers}
+
+        def note(output: Any, owned: dict[str, set[int]] = owned) -> None:
+            for name in output.num_scheduled_tokens:
+                for group, blocks in zip(served.groups(), served.blocks(name), strict=True):
+                    for layer in group:
+                        if layer in owned:
+                            owned[layer] |= set(blocks)
+
+        known = {layer: set(blocks) for layer, blocks in previous(served, names, layers).items()}
+        served.after_schedule = note
+        served.step()
+        if GPU:
+            torch.cuda.synchronize()
+        for name, layer in layers.items():
+            for old, new in zip(before[name], layer.states(), strict=True):
+                changed = (old.flatten(1).view(torch.uint8) != new.flatten(1).view(torch.uint8)).any(1)
+                blocks = set(changed.nonzero().flatten().tolist())
+                touched += len(blocks)
+                foreign += len(blocks - (owned[name] | known[name])) + (0 in blocks)
+        steps += 1
+        if late and steps >= 2:
+            names.append(served.add(late.pop()))
+    served.after_schedule = None
+    check("isolation: slots of others keep their bytes", foreign == 0 and touched > 0, touched=touched, steps=steps)
+
+
+def previous(served: Served, names: list[str], layers: dict[str, Any]) -> dict[str, list[int]]:
+    """Blocks of requests that are running before a step (asynchronous scheduling executes one step later)."""
+    found: dict[str, list[int]] = {name: [] for name in layers}
+    for name in names:
+        if name in served.scheduler.requests:
+            for group, blocks in zip(served.groups(), served.blocks(name), strict=True):
+                for layer in group:
+                    if layer in found:
+                        found[layer] += [block for block in blocks if block]
+    return found
