@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -151,6 +152,53 @@ def test_bench_serve_shows_the_end_of_a_failure(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bench, "_run", lambda command: failed)
     done = CliRunner().invoke(app, ["bench", "serve"])
     assert "no server" in str(done.exception)
+
+
+def test_bench_serve_keeps_the_rows_before_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out, plot = tmp_path / "r.json", tmp_path / "r.svg"
+    written: list[int] = []
+
+    def run(command: list[str]) -> types.SimpleNamespace:
+        count = int(command[command.index("--max-concurrency") + 1])
+        written.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
+        if count == 4:
+            return types.SimpleNamespace(returncode=1, stdout="the server is gone")
+        measured = json.dumps({"completed": count, "output_throughput": 1.0})
+        (Path(command[command.index("--result-dir") + 1]) / "result.json").write_text(measured)
+        return types.SimpleNamespace(returncode=0, stdout="")
+
+    monkeypatch.setattr(bench, "_vllm", lambda: ["vllm"])
+    monkeypatch.setattr(bench, "_run", run)
+    options = ["--concurrency", "1,2,4,8", "--out", str(out), "--plot", str(plot), "--json"]
+    done = CliRunner().invoke(app, ["bench", "serve", *options])
+    assert isinstance(done.exception, UnsupportedError)
+    assert "4 requests in flight" in str(done.exception)
+    assert "the server is gone" in str(done.exception)
+    report = json.loads(out.read_text())
+    assert [row["completed"] for row in report["rows"]] == [1, 2]
+    assert "the server is gone" in report["failed"]
+    assert json.loads(done.stdout) == report
+    assert plot.read_bytes().startswith(b"<?xml")
+    assert written == [0, 1, 2], "an interrupted run loses nothing either, and nothing runs after a failure"
+
+
+def test_bench_ops_keeps_the_rows_before_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    honest, out = bench._time, tmp_path / "r.json"
+    times: list[int] = []
+
+    def fail_later(*args: Any) -> Any:
+        times.append(1)
+        if len(times) == 3:
+            raise RuntimeError("out of memory")
+        return honest(*args)
+
+    monkeypatch.setattr(bench, "_time", fail_later)
+    options = ["--only", "situ", "--rows", "1,2,3,4", "--seconds", "0.01", "--out", str(out)]
+    done = CliRunner().invoke(app, ["bench", "ops", *options])
+    assert str(done.exception) == "out of memory"
+    report = json.loads(out.read_text())
+    assert [row["tokens"] for row in report["rows"]] == [1, 2]
+    assert report["failed"] == "out of memory"
 
 
 def test_importing_the_command_does_not_import_vllm() -> None:

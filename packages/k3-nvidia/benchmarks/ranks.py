@@ -50,7 +50,7 @@ def checkpoint(work: Path) -> tuple[Path, int]:
     """Write the checkpoint; (folder, id of the image pad). On a GPU half of its heads and experts fit the kernels."""
     from k3_core.checkpoint import tiny_config, write_tiny
 
-    # Eight layers on a CPU: two stages of four, the first ends inside a block of three, and each has both kinds of layer.
+    # Eight layers on a CPU: two stages of four, the first ends inside a block of three, each has both kinds of layer.
     # Engines of ranks that were started one by one know their own stage only, and schedule by the layers it has.
     config = tiny_config("k3", **sized_text(8) or {"num_hidden_layers": 8})
     pad = config.media_placeholder_token_id

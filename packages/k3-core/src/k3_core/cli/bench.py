@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,15 +58,20 @@ def serve(
     command += ["--tokenizer", tokenizer] if tokenizer else []
     command += ["--tokenizer-mode", tokenizer_mode]
     counts = _counts("--concurrency", concurrency)
-    rows = [{"concurrency": count, **_measure([*command, "--max-concurrency", str(count)])} for count in counts]
     report = _header("serving", "k3 bench serve") | {
         "url": url, "settings": {"prompts": prompts, "concurrency": counts, "input_len": input_len,
                                  "output_len": output_len, "seed": seed},
-        "rows": rows,
     }  # fmt: skip
-    if plot is not None:
-        _plot_serving(rows, plot)
-    _deliver(report, out, as_json)
+
+    def measure() -> Iterator[dict[str, Any]]:
+        for count in counts:
+            try:
+                row = _measure([*command, "--max-concurrency", str(count)])
+            except UnsupportedError as error:
+                raise UnsupportedError(f"with {count} requests in flight {error}") from None
+            yield {"concurrency": count, **row}
+
+    _keep(report, measure(), out, plot, _plot_serving, as_json)
 
 
 def _counts(option: str, text: str) -> list[int]:
@@ -134,20 +139,20 @@ def ops(
     unknown = [name for name in wanted if name not in _CALLS]
     if unknown:
         raise UnsupportedError(f"--only {','.join(unknown)}: this command times {', '.join(_CALLS)}")
-    measured = []
-    for name in wanted:
-        chosen = next(iter(published[implementation].implementations(name)), None)
-        if chosen is None:
-            raise UnsupportedError(f"{implementation} has no implementation of {name}")
-        for count in _counts("--rows", rows):
-            call = _CALLS[name](chosen, count, hidden, device, dtype)
-            micros, calls = _time(call, seconds, device)
-            measured.append({"operator": name, "implementation": chosen.name, "tokens": count, "dtype": str(dtype),
-                             "median_us": micros, "calls": calls})  # fmt: skip
-    report = _header("operators", "k3 bench ops") | {"rows": measured}
-    if plot is not None:
-        _plot(measured, plot)
-    _deliver(report, out, as_json)
+    counts = _counts("--rows", rows)
+
+    def measure() -> Iterator[dict[str, Any]]:
+        for name in wanted:
+            chosen = next(iter(published[implementation].implementations(name)), None)
+            if chosen is None:
+                raise UnsupportedError(f"{implementation} has no implementation of {name}")
+            for count in counts:
+                call = _CALLS[name](chosen, count, hidden, device, dtype)
+                micros, calls = _time(call, seconds, device)
+                yield {"operator": name, "implementation": chosen.name, "tokens": count, "dtype": str(dtype),
+                       "median_us": micros, "calls": calls}  # fmt: skip
+
+    _keep(_header("operators", "k3 bench ops"), measure(), out, plot, _plot, as_json)
 
 
 def _attn_res(op: Any, tokens: int, hidden: int, device: str, dtype: torch.dtype) -> Callable[[], Any]:
@@ -214,6 +219,38 @@ def _check_targets(out: Path | None, plot: Path | None) -> None:
         known = FigureCanvasBase.get_supported_filetypes()
         if plot.suffix.lstrip(".").lower() not in known:
             raise ConfigError(f"--plot {plot}: the file's ending must be one of {', '.join(sorted(known))}")
+
+
+def _keep(
+    report: dict[str, Any],
+    measured: Iterable[dict[str, Any]],
+    out: Path | None,
+    plot: Path | None,
+    draw: Callable[[list[dict[str, Any]], Path], None],
+    as_json: bool,
+) -> None:
+    """Deliver ``report`` with the rows of ``measured``. ``out`` holds every row as soon as it is there.
+
+    Where a row fails, those before it are delivered all the same, with the reason as "failed", and its error follows.
+    """
+    rows: list[dict[str, Any]] = []
+    report["rows"] = rows
+    failure: Exception | None = None
+    try:
+        for row in measured:
+            rows.append(row)
+            if out is not None:
+                out.write_text(json.dumps(report, indent=1) + "\n")
+    except Exception as error:
+        if not rows:
+            raise
+        failure = error
+        report["failed"] = str(error)
+    if plot is not None:
+        draw(rows, plot)
+    _deliver(report, out, as_json)
+    if failure is not None:
+        raise failure
 
 
 def _deliver(report: dict[str, Any], out: Path | None, as_json: bool) -> None:
