@@ -41,5 +41,6 @@ def _form_reasons(vllm_config: Any) -> Iterator[str]:
     arch = platform.architecture()
     possible = [name for name, places in FORMS.items() if arch in places]
     if form not in possible:
-        why = f"needs {' or '.join(FORMS[form])}" if form in FORMS else f"is none of {', '.join(FORMS)}"
+        known = isinstance(form, str) and form in FORMS
+        why = f"needs {' or '.join(FORMS[form])}" if known else f"is none of {', '.join(FORMS)}"
         yield f"k3_experts {form!r} {why}; on {arch} possible: {', '.join(possible)}, or leave it out"

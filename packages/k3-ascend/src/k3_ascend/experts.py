@@ -298,7 +298,8 @@ def choose(want: str | None, quantised: bool, generation: Generation, widths: tu
         if not quantised:
             return "bf16"
         return next(name for name in ("mxfp", "w4a8", "int8") if name in possible)
-    why = f"it is not one of {', '.join(FORMS)}" if want not in FORMS else _refusal(want, quantised, generation, widths)
+    unknown = not isinstance(want, str) or want not in FORMS
+    why = f"it is not one of {', '.join(FORMS)}" if unknown else _refusal(want, quantised, generation, widths)
     if why is not None:
         raise ConfigError(f"k3_experts {want!r} cannot be used: {why}; possible here: {', '.join(possible)}")
     return want

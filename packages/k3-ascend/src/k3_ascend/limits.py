@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -84,7 +85,7 @@ class AscendHook(ServingHook):
 
 def _setting_reasons(vllm_config: Any) -> Iterator[str]:
     extra = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
-    if int(extra.get("enable_fused_mc2", 0) or 0) or _environment("VLLM_ASCEND_ENABLE_FUSED_MC2"):
+    if _on(extra.get("enable_fused_mc2")) or _on(os.environ.get("VLLM_ASCEND_ENABLE_FUSED_MC2")):
         yield "enable_fused_mc2 computes SwiGLU inside its operator, K3's experts use SiTU; set it to 0"
     if _sequence_parallel(vllm_config):
         yield "sequence parallelism (VLLM_ASCEND_ENABLE_FLASHCOMM1, enable_sp) is not supported; switch it off"
@@ -92,13 +93,16 @@ def _setting_reasons(vllm_config: Any) -> Iterator[str]:
         yield "multistream overlap belongs to vllm-ascend's own expert layer, which is not used; leave it out"
     if extra.get("enable_shared_expert_dp"):
         yield "enable_shared_expert_dp is not supported; leave it out"
-    if (extra.get("xlite_graph_config") or {}).get("enabled"):
+    xlite = extra.get("xlite_graph_config")
+    if xlite.get("enabled") if isinstance(xlite, dict) else _on(xlite):
         yield "xlite graphs are not supported; leave out xlite_graph_config"
     if extra.get("finegrained_tp_config"):
         yield "finegrained_tp_config is not supported; leave it out"
     if vllm_config.num_speculative_tokens + 1 > MOST_QUERIES:
         yield f"vllm-ascend's MLA verifies at most {MOST_QUERIES - 1} draft tokens; lower num_speculative_tokens"
     cache = vllm_config.cache_config
+    if str(cache.cache_dtype) not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
+        yield f"--kv-cache-dtype {cache.cache_dtype}: latent rows are cached in the model's dtype; leave it at auto"
     block = cache.block_size if getattr(cache, "user_specified_block_size", False) else None
     if block is not None and block % KERNEL_BLOCK:
         yield f"--block-size {block} is not a multiple of {KERNEL_BLOCK}, which vllm-ascend's MLA needs; leave it out"
@@ -143,10 +147,9 @@ def _sequence_parallel(vllm_config: Any) -> bool:
     return bool(getattr(passes, "enable_sp", False)) or bool(getattr(envs, "VLLM_ASCEND_ENABLE_FLASHCOMM1", False))
 
 
-def _environment(name: str) -> int:
-    import os
-
-    return int(os.environ.get(name, "0") or 0)
+def _on(value: Any) -> bool:
+    """Whether a switch is set, by a user's number, boolean or word; a word that is no "off" counts as "on"."""
+    return str(value if value is not None else 0).strip().lower() not in ("", "0", "false", "off", "no", "none")
 
 
 def settle_graphs(vllm_config: Any) -> None:
