@@ -32,6 +32,9 @@ from k3_core.vllm.serving.modules import Loadable, below, norm, tp
 #: Readings of an auxiliary hidden state: the running prefix, or the mix that the next layer would see.
 AuxStream = Literal["prefix", "attn_res"]
 
+#: Methods of speculation whose draft reads auxiliary hidden states.
+AUX_METHODS = ("eagle3", "dflash", "extract_hidden_states")
+
 #: (index of the layer, schedule or None without attention residuals, prefix of its names) -> the vendor's layer.
 MakeLayer = Callable[[int, Schedule | None, str], nn.Module]
 
@@ -66,11 +69,14 @@ class TextStack(Loadable, EagleModelMixin):
             if self.schedule is not None:
                 self.output_attn_res = Mix(text, self.schedule.output_blocks, choose)
         self.aux_stream: AuxStream = aux_stream(vllm_config)
+        if not self.last:
+            # vLLM tells the last stage, where the draft is, and no other; the states have to come from all of them.
+            self.aux_hidden_state_layers = declared_aux_layers(vllm_config, text.num_hidden_layers)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """Ids of the auxiliary hidden states: id k is the state after k layers."""
-        return cast(tuple[int, ...], self.aux_hidden_state_layers)
+        return self.aux_hidden_state_layers
 
     def receive(self, hidden: Tensor, intermediate: IntermediateTensors | None) -> tuple[Tensor, Tensor]:
         """(prefix, bank with this stage's slots) at the start of a stage. Unwritten slots are uninitialised."""
@@ -150,3 +156,23 @@ def aux_stream(vllm_config: Any) -> AuxStream:
     if declared == "attn_res":
         return "attn_res"
     raise ConfigError(f"the draft model's aux_hidden_stream is {declared!r}; known are 'prefix' and 'attn_res'")
+
+
+def declared_aux_layers(vllm_config: Any, num_layers: int) -> tuple[int, ...]:
+    """Ids of the auxiliary hidden states that the draft's configuration asks for, or vLLM's default where it says none.
+
+    Empty without a draft that takes them. The keys and the default are those that vLLM itself goes by on the last stage
+    (``_get_eagle3_aux_layers_from_config``, ``get_eagle3_default_aux_hidden_state_layers``).
+    """
+    speculative = vllm_config.speculative_config
+    draft = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
+    if draft is None or speculative.method not in AUX_METHODS:
+        return ()
+    ids = getattr(draft, "eagle_aux_hidden_state_layer_ids", None)
+    if not ids:
+        dflash, eagle = getattr(draft, "dflash_config", None), getattr(draft, "eagle_config", None)
+        if isinstance(dflash, dict):
+            ids = [i + 1 for i in dflash.get("target_layer_ids") or []]  # counts layers from their outputs
+        if isinstance(eagle, dict):
+            ids = eagle.get("eagle_aux_hidden_state_layer_ids")
+    return tuple(sorted(set(ids or (2, num_layers // 2, num_layers - 3))))

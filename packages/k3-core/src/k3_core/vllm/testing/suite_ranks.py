@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -178,10 +179,20 @@ class RankSuite(VendorSuite):
         received: Any = None
         for rank in range(2):
             with groups(Group(), Group(2, rank)):
-                stage = build(self.vendor, settled(thirteen), whole.config)
+                config = settled(thirteen)
+                # vLLM refuses the draft itself today; its configuration is all that the stages go by.
+                draft = SimpleNamespace(eagle_aux_hidden_state_layer_ids=list(ids), aux_hidden_stream=stream)
+                config.speculative_config = SimpleNamespace(
+                    method="eagle3",
+                    draft_model_config=SimpleNamespace(hf_config=draft),
+                    num_speculative_tokens=0,
+                    use_eagle=lambda: True,
+                )
+                stage = build(self.vendor, config, whole.config)
+                config.speculative_config = None
                 fill(stage)
-                stage.set_aux_hidden_state_layers(ids)
-                stage.model.aux_stream = stream
+                if stage.model.last:
+                    stage.set_aux_hidden_state_layers(ids)  # as vLLM does, on this stage only
                 assert edge in (stage.model.start_layer, stage.model.end_layer)
                 if received is not None:
                     empty = stage.make_empty_intermediate_tensors(LENGTH, torch.float32, torch.device("cpu"))
