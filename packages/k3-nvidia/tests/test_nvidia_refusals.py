@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
@@ -24,4 +26,19 @@ def test_a_gpu_without_bfloat16_is_refused(
     from vllm.platforms.interface import DeviceCapability
 
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: DeviceCapability(*capability))
-    assert bool(list(NvidiaHook.device_reasons(None, None))) is refused
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto"))
+    assert bool(list(NvidiaHook.device_reasons(config, None))) is refused
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [("fp8", False), ("fp8_e4m3", False), ("fp8_e5m2", True)])
+def test_a_latent_cache_that_no_backend_reads_is_refused(
+    dtype: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: DeviceCapability(9, 0))
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype))
+    reasons = list(NvidiaHook.device_reasons(config, None))
+    assert bool(reasons) is refused
+    assert all(f"--kv-cache-dtype {dtype}" in reason for reason in reasons)

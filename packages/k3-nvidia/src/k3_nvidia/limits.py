@@ -1,4 +1,4 @@
-"""What this wheel does not serve beyond what none does: GPUs without bfloat16 matrix units."""
+"""What this wheel does not serve beyond what none does: GPUs without bfloat16 matrix units, odd latent caches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from k3_core.config import K3Config
 from k3_core.vllm.serving.limits import ServingHook
 
 MIN_CAPABILITY = 80
+#: Dtypes of the latent cache that vLLM's MLA backends for NVIDIA GPUs read (the packed ones are for sparse attention).
+LATENT_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
 
 
 class NvidiaHook(ServingHook):
@@ -19,7 +21,7 @@ class NvidiaHook(ServingHook):
 
     @classmethod
     def device_reasons(cls, vllm_config: Any, config: K3Config) -> Iterator[str]:
-        """A GPU older than Ampere."""
+        """A GPU older than Ampere, or a latent cache that no backend reads."""
         from vllm.platforms import current_platform
 
         capability = current_platform.get_device_capability()
@@ -28,3 +30,6 @@ class NvidiaHook(ServingHook):
                 f"this GPU has compute capability {capability.major}.{capability.minor}; bfloat16 matrix units begin "
                 "with 8.0"
             )
+        dtype = str(vllm_config.cache_config.cache_dtype)
+        if dtype not in LATENT_DTYPES:
+            yield f"--kv-cache-dtype {dtype}: latent attention has no such cache; use one of {', '.join(LATENT_DTYPES)}"
