@@ -104,6 +104,19 @@ def test_every_operator_runs_as_a_kernel_on_an_amd_gpu(folder: Path) -> None:
     assert all("-> contract" not in line for line in lines)
 
 
+@pytest.mark.gpu
+@on_gpu
+def test_the_installed_aiter_is_compared_with_the_table() -> None:
+    """Prints what `k3 doctor` says; the vision tower calls aiter only where its function takes what is passed."""
+    from k3_amd import aiter, plugin, vision
+
+    lines = plugin.diagnose()
+    print("\n" + "\n".join(lines))
+    assert len(lines) == 1 + len(aiter.SYMBOLS)
+    _, why = vision.choose_attention()
+    assert aiter.VISION.name not in why or "takes what is passed" in lines[1] or "lacks" in why
+
+
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
