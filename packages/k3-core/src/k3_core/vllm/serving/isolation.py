@@ -13,8 +13,10 @@ anything else, for ever. Three pieces end such a request at the step it happens 
 What keeps the others clean is not here: operators read and write the slots of their own rows only, new sequences start
 from zeros whatever a slot holds, and vLLM zeroes the latent pages it hands out again.
 
-``VLLM_COMPUTE_NANS_IN_LOGITS=0`` in the environment switches all of it off; ``--scheduler-cls`` keeps the user's own
-scheduler, which then ends nothing.
+Off where it cannot be right or free: with speculation (vLLM counts a row a draft but names a row a request, so the
+count of one request would be read as another's), and in releases that wait for the counts in every step, unless
+``VLLM_COMPUTE_NANS_IN_LOGITS=1`` asks for it there. ``VLLM_COMPUTE_NANS_IN_LOGITS=0`` switches all of it off;
+``--scheduler-cls`` keeps the user's own scheduler, which then ends nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ def install(vllm_config: Any) -> bool:
     name = f"{__name__}.{scheduler.__name__}"
     if settings.scheduler_cls == name:
         return True
-    if os.environ.get(COUNT, "1") == "0":
+    asked = os.environ.get(COUNT, "")
+    if vllm_config.speculative_config is not None:
+        logger.warning("speculation: vLLM's counts name the wrong request, so none is ended for logits not finite")
+        return False
+    if not asked and not counts_without_waiting():
+        return False
+    if asked == "0":
         logger.warning("%s=0: requests with logits that are not finite will not be ended", COUNT)
         return False
     if settings.scheduler_cls is not None:
@@ -47,6 +55,13 @@ def install(vllm_config: Any) -> bool:
     os.environ[COUNT] = "1"  # worker processes inherit it
     settings.scheduler_cls = name
     return True
+
+
+def counts_without_waiting() -> bool:
+    """Whether this vLLM copies the counts beside the sampled tokens; the same change brought the switch to raise."""
+    from vllm import envs
+
+    return "VLLM_RAISE_ON_LOGIT_NANS" in envs.environment_variables
 
 
 def counting() -> bool:
