@@ -1,6 +1,6 @@
 """What the parts of production.py share: a checkpoint, an engine stepped by hand, and the rule for comparing outputs.
 
-The rule (docs/numerics.md, "What is checked under load"): the same batch gives the same bits. In other company a
+The rule (docs/serving.md, "What is checked under load"): the same batch gives the same bits. In other company a
 request may differ by rounding: while its tokens are the same, its log probabilities differ by at most ``Rule.bound``,
 and the first token that differs was a tie, within ``Rule.tie`` of the other in the solo run. What follows a different
 token is another text and is not compared.
@@ -17,7 +17,7 @@ from typing import Any
 
 import gpu_smoke
 import torch
-from gpu_smoke import prompts, say, start
+from gpu_smoke import prompts, say, start, stop
 from torch import Tensor
 
 GPU = torch.cuda.is_available()
@@ -35,10 +35,6 @@ class Rule:
 
 
 RULE = Rule(0.25, 0.25) if GPU else Rule(2e-3, 2e-3)
-
-
-class Failed(Exception):  # noqa: N818
-    """A part whose checks did not all hold."""
 
 
 @dataclass
@@ -171,8 +167,22 @@ class Served:
         self.external.pop(name, None)
 
     def drain(self) -> None:
+        """Step until nothing is left; an engine that makes no progress is an error."""
+        steps = 0
         while self.engine.has_unfinished_requests():
             self.step()
+            steps += 1
+            if steps > 50_000:
+                raise AssertionError("requests that do not end in 50,000 steps")
+
+    def clear(self) -> None:
+        """As if new: nothing running, nothing cached. For the check after one that failed."""
+        self.after_schedule = None
+        for name in list(self.external):
+            self.abort(name)
+        self.drain()
+        self.results.clear()
+        self.forget()
 
     def run(self, jobs: Iterable[Job]) -> list[Result]:
         """All of them at once."""
