@@ -122,6 +122,8 @@ def work(case: dict[str, Any]) -> list[dict[str, Any]]:
             for how, clock in (("eager", me.eager), ("graph", me.graph)) if me.gpu else (("eager", me.eager),):
                 row: dict[str, Any] = {"what": name, "tokens": tokens, "ranks": me.ranks, "how": how}
                 row |= {"error": error, "ok": ok, "device": device_name(me)}
+                if name.startswith("all_reduce"):
+                    row["by"] = summed_by(me, tokens, int(name.split()[1]))
                 if ok:  # a wrong form has no time
                     row["us"] = round(clock(call), 2)
                 rows.append(row)
@@ -131,6 +133,17 @@ def work(case: dict[str, Any]) -> list[dict[str, Any]]:
 def device_name(me: Rank) -> str:
     """What ran."""
     return torch.cuda.get_device_name(me.device) if me.gpu else "cpu"
+
+
+def summed_by(me: Rank, tokens: int, width: int) -> str:
+    """What sums [tokens, width] in vLLM: its own peer-to-peer kernel up to a size, then NCCL; gloo on a CPU."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    if not me.gpu:
+        return "gloo"
+    own = getattr(get_tp_group().device_communicator, "ca_comm", None)
+    x = torch.empty(tokens, width, dtype=torch.bfloat16, device=me.device)
+    return "peer to peer" if own is not None and not own.disabled and own.should_custom_ar(x) else "nccl"
 
 
 def forms(me: Rank, tokens: int) -> list[tuple[str, Callable[[], Tensor], float]]:
