@@ -6,7 +6,7 @@
 Every part runs in a process of its own (``--jobs`` of them at a time, with a fixed cache each, so that they can share
 one GPU) and appends one JSON line a check to production.jsonl in $OUT: ``ok``, figures, and the reason of a failure.
 ``--seconds`` limits each part. Exit status 1 if a check failed or a part did not end. Without a GPU the same checks run
-on a CPU at tiny sizes. What the checks are and the rule they use: docs/numerics.md, "What is checked under load".
+on a CPU at tiny sizes. What the checks are and the rule they use: docs/serving.md, "What is checked under load".
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gpu_smoke
-
-gpu_smoke.LOG = "production.jsonl"
-
 import production_batches as batches
 from gpu_smoke import say
 from production_support import Checks
 
+gpu_smoke.LOG = "production.jsonl"
 SECONDS = float(os.environ.get("K3_BENCH_SECONDS", "280"))
 Part = Callable[[Checks, Path, float], None]
 
@@ -80,7 +78,7 @@ def run_all(names: list[str], seconds: float, jobs: int) -> int:
                 process.kill()
                 process.wait()
                 status = 124
-                say(part=name, ok=False, reason=f"stopped {limit and 60} s after its {seconds:.0f} s")
+                say(part=name, ok=False, reason=f"stopped 60 s after its {seconds:.0f} s")
             if status is not None:
                 del running[name]
                 failed += [name] if status else []

@@ -80,7 +80,7 @@ def determinism(check: Checks, work: Path, seconds: float) -> None:
 
 def _determinism(check: Checks, work: Path, every: bool, what: str) -> None:
     served = Served(checkpoint(work, every_expert=every), max_num_seqs=64, max_num_batched_tokens=512)
-    jobs = jobs_of(_lengths(40 if GPU else 5, 5) + [300, 64, 65, 1], seed=3, count=16 if GPU else 6)
+    jobs = jobs_of([*_lengths(40 if GPU else 5, 5), 300, 64, 65, 1], seed=3, count=16 if GPU else 6)
     served.forget()
     first = served.run(jobs)
     served.forget()

@@ -17,7 +17,7 @@ from typing import Any
 
 import gpu_smoke
 import torch
-from gpu_smoke import prompts, say, start, stop
+from gpu_smoke import prompts, say, start
 from torch import Tensor
 
 GPU = torch.cuda.is_available()
