@@ -2,7 +2,9 @@
 
 The rule for two runs of one checkpoint that sum in different orders (other ranks, other batches, drafts): a greedy
 token may fall the other way where two are nearly equal. So (1) log probabilities of what was generated, teacher-forced
-against ``k3_core.reference`` in fp32, are at most twice as far off as the bf16 reference's (as in gpu_smoke.py);
+against ``k3_core.reference`` in fp32, are at most twice as far off as the bf16 reference's at the 90th percentile (as
+in gpu_smoke.py), and no more of the generated tokens are half a nat from the one that it likes best than twice those
+of the bf16 reference and one in fifty;
 (2) where a request first departs from the other run, that run had the two tokens nearer to each other than twice the
 largest distance of the bf16 reference, i.e. its own rounding could have turned them. On a CPU in fp32: the same
 tokens, log probabilities within 2e-3 (sums of 1024 in another order; 1e-4 was seen).
@@ -33,6 +35,7 @@ SAFE = {
     "HF_HUB_OFFLINE": "1",
 }
 CPU_BOUND = 2e-3
+FAR_SHARE = 0.02
 
 
 class Log:
@@ -122,6 +125,10 @@ class Judge:
             for one in outputs
         ]
         result: dict[str, Any] = gpu_smoke.compare(shaped, prompts, exact, yardstick, images)
+        # A handful of tokens beside twice the yardstick's: where another expert was chosen, either side may be far off.
+        near = result["p90_ours"] <= 2 * result["p90_bf16_reference"] + 0.02
+        far, far_reference = (1 - result[f"within_half_a_nat{name}"] for name in ("", "_bf16_reference"))
+        result["ok"] = near and result["finite"] and far <= 2 * far_reference + FAR_SHARE
         return result
 
 
@@ -143,7 +150,7 @@ def against_one(outputs: list[dict[str, Any]], one: list[dict[str, Any]], bound:
         "same_tokens": same,
         "requests": len(one),
         "margins": [round(m, 4) for m in margins],
-        "max_distance_from_one": max(distances),
+        "max_distance_from_one": max(distances, default=0.0),
         "margin_bound": bound,
         "ok": all(margin <= bound for margin in margins),
     }
