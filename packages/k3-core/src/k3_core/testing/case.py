@@ -194,6 +194,10 @@ def alone(case: Case, inputs: Inputs, sequence: int) -> tuple[Inputs, slice]:
     return replace(inputs, tensors=tensors, strides=strides, free_rows=free), rows
 
 
+#: Elements between rows or slots of "huge" cases: the third is beyond 2^31 elements.
+HUGE_GAP = (1 << 30) + 1024
+
+
 def padded(value: Tensor, gap_bytes: int = 16) -> tuple[int, ...]:
     """Row strides with a gap: axes after the first stay contiguous."""
     inner = math.prod(value.shape[1:])

@@ -15,7 +15,7 @@ from torch import Tensor
 from k3_core.contracts import kda
 from k3_core.operators.spec import Bound
 from k3_core.testing import oracle
-from k3_core.testing.case import Case, Draw, Inputs, Sizes, padded
+from k3_core.testing.case import HUGE_GAP, Case, Draw, Inputs, Sizes, padded
 from k3_core.testing.compare import Expected
 
 W = 4
@@ -123,7 +123,7 @@ def conv_pool_stride(layout: str, C: int, P: int, gap: int) -> tuple[int, int, i
 
 
 def _conv_strides(case: Case, t: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    gap = 64 if case.options["strided"] else 0
+    gap = HUGE_GAP if case.scale == "huge" else 64 if case.options["strided"] else 0
     strides: dict[str, tuple[int, ...]] = {
         "conv_state": conv_pool_stride(case.options["layout"], case.sizes["C"], case.sizes["P"], gap)
     }
@@ -245,6 +245,8 @@ def make_norm(case: Case, draw: Draw) -> Inputs:
     tensors = {"o": o.to(case.dtype), "gate": draw.normal(T, N, D, scale=3.0).to(case.dtype)}
     tensors["weight"] = draw.uniform(D, low=0.5, high=1.5)
     strides = {"o": padded(tensors["o"]), "gate": padded(tensors["gate"], 48), "out": padded(tensors["o"], 32)}
+    if case.scale == "huge":
+        strides = dict.fromkeys(strides, padded(tensors["o"], HUGE_GAP * tensors["o"].element_size()))
     return Inputs(tensors, {"eps": 1e-5}, strides if case.options["strided"] else {})
 
 
@@ -271,7 +273,7 @@ def _conv_case(dtype: torch.dtype, scale: Sizes, C: int, lengths: Sequence[int],
         "T": sum(lengths) + extra,
         "B": len(lengths),
         "C": C,
-        "S": 2 * len(lengths) + 3,
+        "S": len(lengths) + 1 if scale == "huge" else 2 * len(lengths) + 3,
         "P": 3 + o["num_spec"],
         "W": W,
     }
@@ -284,6 +286,7 @@ def _conv_case(dtype: torch.dtype, scale: Sizes, C: int, lengths: Sequence[int],
 def conv_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """short_conv."""
     if scale == "huge":
+        yield _conv_case(dtype, scale, 3 * 6 * 128, (65, 3))
         return
     for C in (48,) if scale == "small" else (3 * 6 * 128, 3 * 12 * 128, 3 * 96 * 128):
         for i, layout in enumerate(("SD", "DS")):
@@ -355,11 +358,9 @@ def prefill_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
 
 def norm_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """gated_norm."""
-    if scale == "huge":
-        return
-    shapes = (
-        ((5, 2, 16), (1, 3, 32), (0, 2, 16), (33, 1, 128)) if scale == "small" else ((67, n, 128) for n in (6, 12, 96))
-    )
+    shapes: Sequence[tuple[int, int, int]] = ((5, 2, 16), (1, 3, 32), (0, 2, 16), (33, 1, 128))
+    if scale != "small":
+        shapes = ((3, 6, 128),) if scale == "huge" else tuple((67, n, 128) for n in (6, 12, 96))
     for i, (T, N, D) in enumerate(shapes):
         sizes, o = {"T": T, "N": N, "D": D}, {"strided": i % 2 == 0}
         name = f"T{T}.N{N}.D{D}" + (".strided" if o["strided"] else "")

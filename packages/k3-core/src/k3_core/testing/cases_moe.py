@@ -13,7 +13,7 @@ from k3_core.contracts.mxfp4 import unpack
 from k3_core.contracts.situ import silu_and_mul, situ_and_mul
 from k3_core.operators import ExpertWeights
 from k3_core.operators.table import ROUTE
-from k3_core.testing.case import Case, Draw, Inputs, Sizes, padded
+from k3_core.testing.case import HUGE_GAP, Case, Draw, Inputs, Sizes, padded
 from k3_core.testing.compare import Expected, Outcome, compare
 
 NAN = float("nan")
@@ -28,8 +28,10 @@ def make_situ(case: Case, draw: Draw) -> Inputs:
         x[0, :5] = torch.tensor([0.0, -1.0, 4.0, 100.0, -3e4], device=draw.device)
         x[0, width : width + 5] = torch.tensor([0.0, 2.0, 25.0, -3e4, 100.0], device=draw.device)
     tensors = {"x": x.to(case.dtype)}
-    strides = {"x": padded(tensors["x"]), "out": padded(tensors["x"][:, :width], 32)} if case.options["strided"] else {}
-    return Inputs(tensors, {"beta": BETA, "linear_beta": case.options["linear_beta"]}, strides)
+    gaps = (HUGE_GAP * tensors["x"].element_size(),) * 2 if case.scale == "huge" else (16, 32)
+    strides = {"x": padded(tensors["x"], gaps[0]), "out": padded(tensors["x"][:, :width], gaps[1])}
+    scalars = {"beta": BETA, "linear_beta": case.options["linear_beta"]}
+    return Inputs(tensors, scalars, strides if case.options["strided"] else {})
 
 
 def expect_situ(case: Case, inputs: Inputs) -> dict[str, Expected]:
@@ -40,11 +42,11 @@ def expect_situ(case: Case, inputs: Inputs) -> dict[str, Expected]:
 
 def situ_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """situ."""
-    if scale == "huge":
-        return
     shapes = [(17, 64), (1, 8), (0, 32), (3, 40)]
     if scale == "real":
         shapes = [(67, 192), (512, 384), (5, 6144), (33, 33792)]
+    elif scale == "huge":
+        shapes = [(3, 192)]
     for i, (T, width) in enumerate(shapes):
         for linear in (LINEAR_BETA, None):
             o = {"strided": i % 2 == 0, "linear_beta": linear}
@@ -72,7 +74,8 @@ def make_route(case: Case, draw: Draw) -> Inputs:
         "top_k": case.sizes["X"], "renormalize": o["renormalize"], "routed_scaling_factor": o["factor"],
         "num_expert_group": o["groups"], "topk_group": o["kept"],
     }  # fmt: skip
-    return Inputs(tensors, scalars, {"logits": padded(logits, 64)} if o["strided"] else {})
+    gap = HUGE_GAP * logits.element_size() if case.scale == "huge" else 64
+    return Inputs(tensors, scalars, {"logits": padded(logits, gap)} if o["strided"] else {})
 
 
 def expect_route(case: Case, inputs: Inputs) -> dict[str, Expected]:
@@ -139,7 +142,7 @@ def _bad(result: str, text: str) -> Outcome:
 
 def route_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """route; logits are fp32 whatever the model's dtype, so there is one set of cases."""
-    if dtype is not torch.float32 or scale == "huge":
+    if dtype is not torch.float32:
         return
     A, X, T = (16, 4, 33) if scale == "small" else (896, 16, 257)
     base: dict[str, Any] = {
@@ -150,13 +153,15 @@ def route_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
         {"factor": 2.446, "strided": True}, {"renormalize": False, "factor": 2.5}, {"groups": 4, "kept": 2},
         {"groups": 4, "kept": 4}, {"groups": 2, "kept": 1, "bias": False, "strided": True},
     ]  # fmt: skip
+    if scale == "huge":
+        T, variants = 3, [{"strided": True}]
     for v in variants:
         name = "_".join(f"{k}{x}" for k, x in v.items()) or "plain"
         yield Case(
             "route", f"{name}.T{T}.A{A}", dtype, make_route, expect_route, {"T": T, "A": A, "X": X},
             _told({**base, **v}), scale, check_route,
         )  # fmt: skip
-    for rows in (0, 1):
+    for rows in (0, 1) if scale != "huge" else ():
         sizes = {"T": rows, "A": A, "X": X}
         yield Case("route", f"T{rows}.A{A}", dtype, make_route, expect_route, sizes, _told(base), scale, check_route)
 
@@ -202,7 +207,8 @@ def make_experts(case: Case, draw: Draw) -> Inputs:
         "weights": weights, "hidden_act": o["act"], "situ_beta": BETA if situ else None,
         "situ_linear_beta": LINEAR_BETA if situ else None,
     }  # fmt: skip
-    strides = {"x": padded(tensors["x"]), "out": padded(tensors["x"], 32)} if o["strided"] else {}
+    gaps = (HUGE_GAP * tensors["x"].element_size(),) * 2 if case.scale == "huge" else (16, 32)
+    strides = {"x": padded(tensors["x"], gaps[0]), "out": padded(tensors["x"], gaps[1])} if o["strided"] else {}
     return Inputs(tensors, scalars, strides)
 
 
@@ -230,8 +236,6 @@ def expect_experts(case: Case, inputs: Inputs) -> dict[str, Expected]:
 
 def expert_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """experts: whole, one rank of expert parallelism, padding, one expert for all; widths of TP16, TP8 and EP."""
-    if scale == "huge":
-        return
     base: dict[str, Any] = {"act": "situ", "packed": True, "padding": 0, "strided": False}
 
     def case(T: int, E: int, A: int, L: int, width: int, X: int, **more: Any) -> Case:
@@ -243,6 +247,9 @@ def expert_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
         name = f"T{T}.E{E}of{A}.L{L}.I{width}.X{X}.{'.'.join(on)}"
         return Case("experts", name, dtype, make_experts, expect_experts, sizes, o, scale)
 
+    if scale == "huge":
+        yield case(3, 8, 8, 256, 192, 3, strided=True)
+        return
     if scale == "small":
         yield case(17, 8, 8, 64, 32, 3)
         yield case(9, 8, 8, 64, 96, 3, padding=3, strided=True)
