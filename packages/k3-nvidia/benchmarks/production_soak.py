@@ -18,7 +18,7 @@ from gpu_smoke import compiled_since, stop
 from production_support import GPU, Checks, Difference, Job, Result, Served, checkpoint, difference, holds, judged
 
 LONGEST = 30_000 if GPU else 300
-LEAST = 3_000 if GPU else 12
+LEAST = 3_000 if GPU else 16
 IN_FLIGHT = 160 if GPU else 12
 LEAST_SHARE = 0.1
 
@@ -37,7 +37,7 @@ class Traffic:
     def __init__(self, pad: int) -> None:
         self.pad = pad
         draw = random.Random(1)
-        self.common = [[draw.randrange(4, 500) for _ in range(min(2000, LONGEST // 2))] for _ in range(8)]
+        self.common = [draw.choices(range(4, 500), k=min(2000, LONGEST // 2)) for _ in range(8)]
         self.images = [_image(seed) for seed in range(6)]
 
     def length(self, draw: random.Random) -> int:
@@ -46,7 +46,7 @@ class Traffic:
 
     def job(self, number: int) -> Job:
         draw = random.Random(number + 1000)
-        ids = [draw.randrange(4, 500) for _ in range(LONGEST if number == 5 else self.length(draw))]
+        ids = draw.choices(range(4, 500), k=LONGEST if number == 5 else self.length(draw))
         kind = draw.random()
         image = None
         if kind < 0.05:
@@ -62,7 +62,7 @@ class Traffic:
     def aborted_after(self, number: int) -> int | None:
         """Steps after which the client gives up; None: it waits."""
         draw = random.Random(number + 77)
-        return draw.randrange(0, 6) if draw.random() < 0.05 else None
+        return draw.randrange(0, 6) if draw.random() < (0.05 if GPU else 0.3) else None
 
 
 def soak(check: Checks, work: Path, seconds: float) -> None:

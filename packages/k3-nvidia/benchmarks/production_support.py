@@ -156,7 +156,9 @@ class Served:
             if output.finished:
                 completion = output.outputs[0]
                 rows = [{t: e.logprob for t, e in row.items()} for row in completion.logprobs or []]
-                name = names[output.request_id]
+                name = names.get(output.request_id, "")
+                if not name:  # aborted while its last step was under way
+                    continue
                 self.results[name] = Result(
                     list(completion.token_ids), rows, completion.finish_reason, output.num_cached_tokens or 0
                 )
@@ -191,7 +193,12 @@ class Served:
         return [self.results.pop(name) for name in names]
 
     def forget(self) -> None:
-        self.llm.reset_prefix_cache()
+        for _ in range(8):  # blocks of a request that ended while a step was under way come free a step later
+            if self.llm.reset_prefix_cache() is not False:
+                break
+            self.step()
+        else:
+            raise AssertionError("the prefix cache cannot be emptied: blocks are still held")
         self.steps.clear()
 
     def solo(self, jobs: Iterable[Job]) -> list[Result]:
