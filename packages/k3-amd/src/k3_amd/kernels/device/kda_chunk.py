@@ -104,13 +104,14 @@ def _split_part(
     columns1 = tl.trans(tl.where(upper, 0.0, k_up).to(tl.bfloat16))
     columns2 = tl.trans(tl.where(upper, k_up, 0.0).to(tl.bfloat16))
     down = tl.exp2(relative)
-    between = tl.where(upper, half2 * half1, 1.0)
+    # One factor after the other: with every gate at the bound their product is below fp32's range, what they scale is not.
     k_down = k * down
     M = dot(k_down.to(tl.bfloat16), columns2, M, UPCAST)
-    M = dot((k_down * between).to(tl.bfloat16), columns1, M, UPCAST)
+    k_down = k_down * tl.where(upper, half2, 1.0) * tl.where(upper, half1, 1.0)
+    M = dot(k_down.to(tl.bfloat16), columns1, M, UPCAST)
     q_down = _rows(q_ptr, at, q_stride, col, mask) * rq * down
     A = dot(q_down.to(tl.bfloat16), columns2, A, UPCAST)
-    q_down = q_down * between
+    q_down = q_down * tl.where(upper, half2, 1.0) * tl.where(upper, half1, 1.0)
     A = dot(q_down.to(tl.bfloat16), columns1, A, UPCAST)
     tl.store(qg_at, (q_down * half1).to(tl.bfloat16))
     return M, A
