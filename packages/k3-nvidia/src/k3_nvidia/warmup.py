@@ -36,8 +36,8 @@ def _more_plans(layer: KdaLayer, longest: int, device: torch.device) -> Iterator
     heads, dim = layer.num_heads, layer.head_dim
     if longest > 4 * 64:
         yield plan_prefill([0, longest], heads, device, dim=dim, segment_chunks=1)
-    dtypes = (torch.get_default_dtype(), layer.get_state_dtype()[1])
-    if not kda_flash.refusal(dim, *dtypes, layer.lower_bound):
+    # The layer's dtype, not the default one: that is the model's only while the model is being built.
+    if not kda_flash.refusal(dim, layer.dtype, layer.get_state_dtype()[1], layer.lower_bound):
         for engine in (CHUNKS, FLASH):
             yield plan_prefill([0, longest], heads, device, dim=dim, engine=engine)
 

@@ -104,7 +104,7 @@ def _split_part(
     columns1 = tl.trans(tl.where(upper, 0.0, k_up).to(tl.bfloat16))
     columns2 = tl.trans(tl.where(upper, k_up, 0.0).to(tl.bfloat16))
     down = tl.exp2(relative)
-    # One factor after the other: with every gate at the bound their product is below fp32's range, what they scale is not.
+    # One factor after the other: at the bound their product is below the range of fp32, what they scale is not.
     k_down = k * down
     M = dot(k_down.to(tl.bfloat16), columns2, M, UPCAST)
     k_down = k_down * tl.where(upper, half2, 1.0) * tl.where(upper, half1, 1.0)

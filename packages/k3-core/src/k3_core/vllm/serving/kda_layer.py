@@ -85,7 +85,7 @@ class KdaLayer(Loadable, MambaBase):
         sizes = {"N": self.num_heads, "D": self.head_dim, "K": self.head_dim, "V": self.head_dim, "W": taps}
         sizes |= {"C": 3 * self.width, "P": taps - 1 + self._num_spec, "Q": 1 + self._num_spec}
         options = {"state_dtype": self._dtypes[1], "lower_bound": self.lower_bound, "num_spec": self._num_spec}
-        dtype = torch.get_default_dtype()
+        self.dtype = dtype = torch.get_default_dtype()
         names = ("short_conv", "kda_prefill", "gated_norm", "kda_decode", "kda_verify")
         chosen = {name: choose(name, dtype, sizes, options) for name in names}
         self._short_conv, self._prefill = chosen["short_conv"], chosen["kda_prefill"]

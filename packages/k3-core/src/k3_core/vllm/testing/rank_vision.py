@@ -62,8 +62,9 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
         _state["parts"] = tower(Path(case["folder"]))
     values, grids = pixels(case["grids"])
     shares = vision.assign([int(h * w) for _, h, w in grids.tolist()], case["ranks"])
+    encoder, projector = _state["parts"]
     with torch.no_grad():
-        embeddings = vision.encode(*_state["parts"], values, grids)
+        embeddings = vision.encode(encoder, projector, values, grids)
     return {
         "owned": list(shares[int(os.environ["RANK"])]),
         "embeddings": [one.tolist() for one in embeddings],
