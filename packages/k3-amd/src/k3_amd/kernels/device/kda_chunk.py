@@ -107,11 +107,11 @@ def _split_part(
     # One factor after the other: at the bound their product is below the range of fp32, what they scale is not.
     k_down = k * down
     M = dot(k_down.to(tl.bfloat16), columns2, M, UPCAST)
-    k_down = k_down * tl.where(upper, half2, 1.0) * tl.where(upper, half1, 1.0)
+    k_down = tl.where(upper, k_down * half2 * half1, k_down)
     M = dot(k_down.to(tl.bfloat16), columns1, M, UPCAST)
     q_down = _rows(q_ptr, at, q_stride, col, mask) * rq * down
     A = dot(q_down.to(tl.bfloat16), columns2, A, UPCAST)
-    q_down = q_down * tl.where(upper, half2, 1.0) * tl.where(upper, half1, 1.0)
+    q_down = tl.where(upper, q_down * half2 * half1, q_down)
     A = dot(q_down.to(tl.bfloat16), columns1, A, UPCAST)
     tl.store(qg_at, (q_down * half1).to(tl.bfloat16))
     return M, A
