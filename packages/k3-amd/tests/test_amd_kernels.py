@@ -93,8 +93,8 @@ def synchronous_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the chunk kernel off Hopper's asynchronous matrix instructions (wgmma), which AMD has nothing like.
 
     Triton 3.6 puts its products there with two warp groups a program, and on an H200 31 of 38 cases of the released
-    head dimension then gave wrong and unrepeatable results (2026-11-30). The interpreter gives right ones, and so do
-    the other kernels with wgmma; the cause was not found. Their counterpart on AMD is synchronous, as mma.sync is.
+    head dimension then gave wrong and unrepeatable results (2026-11-30). mma.sync gives right ones, as do the
+    interpreter and the other kernels with wgmma; the cause was not found. AMD's are synchronous, as mma.sync is.
     """
     if name == "kda_prefill" and not launch.HIP:
         monkeypatch.setenv("DISABLE_MMA_V3", "1")
