@@ -58,7 +58,8 @@ def _graphs(check: Checks, folder: Path, mode: str, number: int, expected: dict[
     actual = str(served.config.compilation_config.cudagraph_mode)
     captured = compilation_counter.num_cudagraph_captured - captured
     if mode != "NONE":
-        check(f"graphs {mode}: captured", captured > 0, mode=actual, graphs=captured)
+        # The model is not compiled in pieces: PIECEWISE alone leaves vLLM nothing to capture, and must still be right.
+        check(f"graphs {mode}: captured", (captured > 0) == (mode != "PIECEWISE"), mode=actual, graphs=captured)
     for name, batch in graph_batches().items():
         results = served.run(batch)
         if number == 0:

@@ -1,9 +1,10 @@
 """Part of production.py: minutes of mixed load, every output compared with its solo run by the documented rule.
 
-Requests come as fast as the engine takes them: prompts of 1 to 30,000 tokens (log-uniform, mostly short), a third of
-them with one of eight common beginnings, some with an image, some sampled with a seed, some aborted by the client.
-Afterwards each is run alone, from an empty prefix cache. Where time does not suffice for all, requests are drawn at
-random, every request that ended oddly included, and the row says what share was compared; less than 10% fails.
+Requests come in bursts that fill the engine, as many as solo runs can follow (about 28 a second on an H200): prompts of
+1 to 30,000 tokens (log-uniform, mostly short), a third of them with one of eight common beginnings, some with an image,
+some sampled with a seed, some aborted by the client. Afterwards each is run alone, from an empty prefix cache. Where
+time does not suffice for all, requests are drawn at random and the row says what share was compared; less than 10%
+fails. The load takes half of ``--seconds`` left after the start: five minutes of it want ``--seconds 660``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ LONGEST = 30_000 if GPU else 300
 LEAST = 3_000 if GPU else 16
 IN_FLIGHT = 160 if GPU else 12
 LEAST_SHARE = 0.1
+#: Requests of a burst, and the seconds from one to the next: 20 a second, at most IN_FLIGHT of them at a time.
+BURST, EVERY = 160, 8.0
 
 
 def _image(seed: int) -> Any:
@@ -108,7 +111,8 @@ def load(served: Served, traffic: Traffic, limit: float) -> tuple[dict[int, Resu
         more = spent < limit and (GPU or number < LEAST)
         if not more and not numbers:
             return results, aborted, spent
-        while more and len(numbers) < IN_FLIGHT:
+        come = BURST * (1 + int(spent / EVERY)) if GPU else LEAST
+        while more and len(numbers) < IN_FLIGHT and number < come:
             name = served.add(traffic.job(number))
             numbers[name] = number
             patience = traffic.aborted_after(number)
@@ -120,7 +124,10 @@ def load(served: Served, traffic: Traffic, limit: float) -> tuple[dict[int, Resu
             if name in numbers and name not in served.results:
                 served.abort(name)
                 aborted.append(numbers.pop(name))
-        served.step()
+        if numbers:
+            served.step()
+        else:
+            time.sleep(0.01)
         steps += 1
         for name in list(served.results):
             leave.pop(name, None)
