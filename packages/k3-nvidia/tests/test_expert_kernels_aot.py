@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from k3_nvidia.tuning import experts as tuning
+
 SCRIPT = Path(__file__).with_name("expert_kernels_aot.py")
 SHARED_PER_MULTIPROCESSOR = 227 * 1024
 REGISTERS_PER_MULTIPROCESSOR = 65536
@@ -56,9 +58,12 @@ def test_sm_90_budgets() -> None:
 def test_prefill_uses_the_warpgroup_instruction() -> None:
     for name, row in compiled(90, "w13 192 plan5", *LONG).items():
         assert row["hgmma"] > 0, name
-        assert row["hmma"] == 0 or "plan5" in name, f"{name}: wgmma takes every width from 16 columns on"
+        # A quarter of an item of 32 tokens is 8 columns, for which there is mma.sync only.
+        _, width, plan = name.split()
+        narrow = tuning.plans("default", int(width))[int(plan.removeprefix("plan"))].item_n // 4 < 16
+        assert row["hmma"] == 0 or narrow, f"{name}: wgmma takes every width from 16 columns on"
         assert row["stack"] == 0, name
-        assert row["loop_shared_stores"] == 0, name
+        assert row["loop_shared_stores"] <= (4 if narrow else 0), f"{name}: {row}"  # 4: as in decoding
 
 
 @pytest.mark.slow
