@@ -86,6 +86,11 @@ def compile_for(linalg: str, target: str, folder: Path) -> Result:
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     command = [str(compiler), str(source), *options, "-o", str(folder / "kernel")]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode < 0:
+        # The compiler itself died by a signal: seen once in some hundred runs of a loaded machine, and not again on the
+        # same input. A second death is the result.
+        print(f"{compiler.name} {target} died by signal {-done.returncode}; once more", flush=True)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     optimised = "".join(p.read_text() for p in sorted(folder.glob("*hivm*.mlir")))
     error = ""
     if done.returncode or not optimised:
