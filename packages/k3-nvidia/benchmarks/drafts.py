@@ -25,8 +25,6 @@ import argparse
 import os
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +32,7 @@ from typing import Any
 
 import gpu_smoke
 import torch
-from runs import CPU_BOUND, SAFE, Judge, Log, Remembering, against_one, gpu_names, on_gpu, sized_text
+from runs import CPU_BOUND, SAFE, Judge, Log, Remembering, against_one, on_gpu, run_parts, sized_text
 
 from k3_core.vllm.testing import world
 
@@ -310,21 +308,8 @@ def main() -> int:
     parser.add_argument("--case-seconds", type=float, default=180)
     parser.add_argument("--seconds", type=float, default=float(os.environ.get("K3_BENCH_SECONDS", 560)))
     limits = parser.parse_args()
-    limits.deadline = time.monotonic() + limits.seconds
     gpu_smoke.GENERATED = COUNT
-    say(date=time.strftime("%Y-%m-%d", time.gmtime()), command=f"drafts.py --parts {limits.parts}", gpus=gpu_names())
-    parts = {"drafts": run_drafts, "fp8kv": run_fp8kv}
-    right = True
-    for name in limits.parts.split(","):
-        began = time.monotonic()
-        try:
-            ok = parts[name](limits)
-        except Exception:
-            traceback.print_exc()
-            ok = False
-        right &= ok
-        say(part=name, seconds=round(time.monotonic() - began, 1), ok=ok)
-    return 0 if right else 1
+    return run_parts("drafts.py", limits, {"drafts": run_drafts, "fp8kv": run_fp8kv}, say)
 
 
 if __name__ == "__main__":

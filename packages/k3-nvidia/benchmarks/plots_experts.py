@@ -7,17 +7,14 @@ render the page anew (ci/render_docs.py); others draw beside themselves. bench_e
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
+import plots
+from plots import Row
+
 SHAPES = {"tp16": "TP16 (width 192)", "tp8": "TP8 (width 384)", "ep16": "EP16 (56 experts of width 3072)"}
 NAME = "k3-nvidia-experts.svg"
-Row = dict[str, Any]
 
 
 def times(row: Row) -> dict[str, float]:
@@ -35,7 +32,7 @@ def series(rows: dict[str, Row]) -> dict[str, list[tuple[int, Row]]]:
     return {shape: sorted(found[shape], key=lambda p: p[0]) for shape in SHAPES if shape in found}
 
 
-def draw(rows: dict[str, Row], folder: Path) -> Path:
+def draw(rows: dict[str, Row], folder: Path) -> list[Path]:
     """The SVG of the three panels. Needs matplotlib."""
     import matplotlib
 
@@ -81,7 +78,7 @@ def draw(rows: dict[str, Row], folder: Path) -> Path:
     path = folder / NAME
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
-    return path
+    return [path]
 
 
 def notes(rows: dict[str, Row]) -> list[str]:
@@ -96,20 +93,9 @@ def notes(rows: dict[str, Row]) -> list[str]:
 
 
 def publish(results: Path) -> None:
-    """Draws the plot and, for the repository's own results, writes the page. Says what is missing and goes on."""
-    data = json.loads(results.read_text())
-    data["notes"] = notes(data["rows"])
-    results.write_text(json.dumps(data, indent=1) + "\n")
-    ours = results.resolve() == HERE / "results" / "experts.json" and (ROOT / "docs/benchmarks").is_dir()
-    try:
-        made = draw(data["rows"], ROOT / "docs/benchmarks" if ours else results.parent)
-    except ImportError as error:
-        print(f"no plot: {error}; draw it with plots_experts.py where matplotlib is installed", flush=True)
-        return
-    print(f"drawn: {made.name}", flush=True)
-    if ours:
-        subprocess.run([sys.executable, ROOT / "ci/render_docs.py"], cwd=ROOT, check=True)
+    """Notes, plot and page of these results."""
+    plots.publish("experts.json", results, notes, draw, "plots_experts.py")
 
 
 if __name__ == "__main__":
-    publish(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results" / "experts.json")
+    publish(Path(sys.argv[1]) if len(sys.argv) > 1 else plots.HERE / "results" / "experts.json")

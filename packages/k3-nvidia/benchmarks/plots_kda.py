@@ -7,17 +7,14 @@ themselves. bench_kda.py calls `publish` at its end.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
+import plots
+from plots import Row
+
 PARTS = ("prefill", "decode", "verify")
-Row = dict[str, Any]
 Series = dict[str, list[tuple[float, Row]]]
 
 
@@ -94,20 +91,9 @@ def notes(rows: dict[str, Row]) -> list[str]:
 
 
 def publish(results: Path) -> None:
-    """Draws the plots and, for the repository's own results, writes the page. Says what is missing and goes on."""
-    data = json.loads(results.read_text())
-    data["notes"] = notes(data["rows"])
-    results.write_text(json.dumps(data, indent=1) + "\n")
-    ours = results.resolve() == HERE / "results" / "kda.json" and (ROOT / "docs/benchmarks").is_dir()
-    try:
-        made = draw(data["rows"], ROOT / "docs/benchmarks" if ours else results.parent)
-    except ImportError as error:
-        print(f"no plots: {error}; draw them with plots_kda.py where matplotlib is installed", flush=True)
-        return
-    print("drawn: " + ", ".join(p.name for p in made), flush=True)
-    if ours:
-        subprocess.run([sys.executable, ROOT / "ci/render_docs.py"], cwd=ROOT, check=True)
+    """Notes, plots and page of these results."""
+    plots.publish("kda.json", results, notes, draw, "plots_kda.py")
 
 
 if __name__ == "__main__":
-    publish(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results" / "kda.json")
+    publish(Path(sys.argv[1]) if len(sys.argv) > 1 else plots.HERE / "results" / "kda.json")

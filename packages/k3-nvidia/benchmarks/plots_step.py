@@ -7,14 +7,12 @@ into docs/benchmarks, named in the results' notes, and the page is rendered anew
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
+from plots import HERE, PAGES, render
+
 #: label -> (size, our time, rival's time or None, floor), microseconds.
 Lines = dict[str, list[tuple[float, float, float | None, float]]]
 
@@ -131,16 +129,16 @@ def publish(folder: Path = HERE / "results") -> None:
             print(f"no {name}", flush=True)
             continue
         data = json.loads(file.read_text())
-        draw(lines(data["rows"]), ROOT / "docs/benchmarks" / svg, title, size, rival)
+        draw(lines(data["rows"]), PAGES / svg, title, size, rival)
         data["notes"] = notes(data.get("notes", []), svg, data["rows"])
         file.write_text(json.dumps(data, indent=1) + "\n")
     file = folder / "engine.json"
-    if file.exists():
-        data = json.loads(file.read_text())
-        draw_engine(data["rows"], ROOT / "docs/benchmarks/k3-nvidia-engine.svg")
+    data = json.loads(file.read_text()) if file.exists() else {"rows": {}}
+    if any("ratio" in row for row in data["rows"].values()):  # the engine's plot is of ratios
+        draw_engine(data["rows"], PAGES / "k3-nvidia-engine.svg")
         data["notes"] = notes(data["notes"], "k3-nvidia-engine.svg", {})
         file.write_text(json.dumps(data, indent=1) + "\n")
-    subprocess.run([sys.executable, ROOT / "ci/render_docs.py"], cwd=ROOT, check=True)
+    render()
 
 
 if __name__ == "__main__":

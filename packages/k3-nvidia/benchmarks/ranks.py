@@ -24,14 +24,12 @@ import argparse
 import os
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gpu_smoke
-from runs import CPU_BOUND, SAFE, Judge, Log, against_one, gpu_names, on_gpu, sized_text
+from runs import CPU_BOUND, SAFE, Judge, Log, against_one, on_gpu, run_parts, sized_text
 
 from k3_core.vllm.testing import world
 
@@ -269,20 +267,7 @@ def main() -> int:
     parser.add_argument("--case-seconds", type=float, default=150)
     parser.add_argument("--seconds", type=float, default=float(os.environ.get("K3_BENCH_SECONDS", 560)))
     limits = parser.parse_args()
-    limits.deadline = time.monotonic() + limits.seconds
-    say(date=time.strftime("%Y-%m-%d", time.gmtime()), command=f"ranks.py --parts {limits.parts}", gpus=gpu_names())
-    parts = {"engines": run_engines, "reductions": run_reductions}
-    right = True
-    for name in limits.parts.split(","):
-        began = time.monotonic()
-        try:
-            ok = parts[name](limits)
-        except Exception:
-            traceback.print_exc()
-            ok = False
-        right &= ok
-        say(part=name, seconds=round(time.monotonic() - began, 1), ok=ok)
-    return 0 if right else 1
+    return run_parts("ranks.py", limits, {"engines": run_engines, "reductions": run_reductions}, say)
 
 
 if __name__ == "__main__":

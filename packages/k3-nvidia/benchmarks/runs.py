@@ -12,8 +12,12 @@ tokens, log probabilities within 2e-3 (sums of 1024 in another order; 1e-4 was s
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +42,9 @@ CPU_BOUND = 2e-3
 FAR_SHARE = 0.02
 
 
+Say = Callable[..., None]
+
+
 class Log:
     """Rows of one script: printed, and appended to $OUT/<name>."""
 
@@ -50,6 +57,26 @@ class Log:
         if os.environ.get("OUT"):
             with (Path(os.environ["OUT"]) / self.name).open("a") as log:
                 log.write(json.dumps(values) + "\n")
+
+
+def run_parts(
+    script: str, limits: argparse.Namespace, parts: dict[str, Callable[[argparse.Namespace], bool]], say: Say
+) -> int:
+    """Run ``limits.parts`` of a script, each guarded, until ``limits.seconds`` from now are over; 1 if one failed."""
+    limits.deadline = time.monotonic() + limits.seconds
+    command = f"{script} --parts {limits.parts}"
+    say(date=time.strftime("%Y-%m-%d", time.gmtime()), command=command, gpus=gpu_names())
+    right = True
+    for name in limits.parts.split(","):
+        began = time.monotonic()
+        try:
+            ok = parts[name](limits)
+        except Exception:
+            traceback.print_exc()
+            ok = False
+        right &= ok
+        say(part=name, seconds=round(time.monotonic() - began, 1), ok=ok)
+    return 0 if right else 1
 
 
 def on_gpu() -> bool:

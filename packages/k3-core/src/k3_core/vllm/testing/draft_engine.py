@@ -14,16 +14,12 @@ The payload: ``rounds`` of {ids, prompt, tokens, logprobs, cached}, ``drafts`` c
 from __future__ import annotations
 
 import gc
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from k3_core.vllm.testing import world
-from k3_core.vllm.testing.rank_engine import noise_image, runner
-from k3_core.vllm.testing.vendor import Vendor
+from k3_core.vllm.testing.rank_engine import answer, request, runner
 
 COUNTERS = "vllm:spec_decode_"
 
@@ -101,12 +97,9 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
         if name == "longer":
             for one, first in zip(asked, rounds[0], strict=True):
                 one["ids"] = one["ids"] + first["tokens"] + case["extra"]
-        requests: list[dict[str, Any]] = [{"prompt_token_ids": one["ids"]} for one in asked]
-        for request, one in zip(requests, asked, strict=True):
-            if one["image"] is not None:
-                request["multi_modal_data"] = {"image": [noise_image(*one["image"])]}
+        requests = [request(one["ids"], one["image"]) for one in asked]
         outputs = llm.generate(requests, sampling, use_tqdm=False)
-        rounds.append([{"ids": one["ids"], **answer(output)} for one, output in zip(asked, outputs, strict=True)])
+        rounds.append([{"ids": one["ids"], **served(output)} for one, output in zip(asked, outputs, strict=True)])
     config = llm.llm_engine.vllm_config
     result = {
         "rounds": rounds,
@@ -126,15 +119,10 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def answer(output: Any) -> dict[str, Any]:
-    """A request's prompt as the engine read it, its tokens and their log probabilities."""
-    completion = output.outputs[0]
-    return {
-        "prompt": list(output.prompt_token_ids),
-        "tokens": list(completion.token_ids),
-        "logprobs": [{token: entry.logprob for token, entry in row.items()} for row in completion.logprobs or []],
-        "cached": output.num_cached_tokens,
-    }
+def served(output: Any) -> dict[str, Any]:
+    """A request's prompt as the engine read it, how much of it was cached, and its answer."""
+    prompt = {"prompt": list(output.prompt_token_ids), "cached": output.num_cached_tokens}
+    return {**prompt, **answer(output.outputs[0])}
 
 
 def attention_backends(llm: Any) -> list[str]:
@@ -148,13 +136,5 @@ def attention_backends(llm: Any) -> list[str]:
     return sorted(found)
 
 
-def main() -> None:
-    """Serve the cases with one vendor's model, the first case's."""
-    cases = json.loads(Path(os.environ[world.CASES]).read_text())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    with Vendor(*cases[0]["vendor"]).acting():
-        world.serve(work)
-
-
 if __name__ == "__main__":
-    main()
+    world.serve_engines(work)

@@ -14,13 +14,12 @@ The payload: ``outputs`` ({tokens, logprobs: [{token: log probability}] a token}
 from __future__ import annotations
 
 import gc
-import json
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from k3_core.vllm.testing import world
 
 
 def noise_image(width: int, height: int, seed: int) -> Any:
@@ -69,23 +68,14 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
     if external or not spread(case):
         known = facts(llm)
         receive_buffers(llm)
-    requests: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in case["prompts"]]
-    for request, image in zip(requests, case["images"], strict=True):
-        if image is not None:
-            request["multi_modal_data"] = {"image": [noise_image(*image)]}
+    requests = [request(ids, image) for ids, image in zip(case["prompts"], case["images"], strict=True)]
     sampling = SamplingParams(
         temperature=0, max_tokens=case["count"], ignore_eos=True, detokenize=False, logprobs=case["top"]
     )
     outputs = [output.outputs[0] for output in llm.generate(requests, sampling, use_tqdm=False)]
     done = time.monotonic()
     result = {
-        "outputs": [
-            {
-                "tokens": list(output.token_ids),
-                "logprobs": [{token: entry.logprob for token, entry in row.items()} for row in output.logprobs or []],
-            }
-            for output in outputs
-        ],
+        "outputs": [answer(output) for output in outputs],
         "facts": known,
         "start_s": round(started - began, 1),
         "generate_s": round(done - started, 2),
@@ -95,6 +85,22 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     cleanup_dist_env_and_memory()
     return result
+
+
+def request(ids: list[int], image: list[int] | None) -> dict[str, Any]:
+    """A request as ``vllm.LLM`` takes it; image: [width, height, seed] of a noise image."""
+    made: dict[str, Any] = {"prompt_token_ids": ids}
+    if image is not None:
+        made["multi_modal_data"] = {"image": [noise_image(*image)]}
+    return made
+
+
+def answer(completion: Any) -> dict[str, Any]:
+    """A completion's tokens and their log probabilities."""
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": [{token: entry.logprob for token, entry in row.items()} for row in completion.logprobs or []],
+    }
 
 
 def over_gloo() -> None:
@@ -131,16 +137,5 @@ def receive_buffers(llm: Any) -> None:
         )
 
 
-def main() -> None:
-    """Serve the cases with one vendor's model, the first case's."""
-    from k3_core.vllm.testing import world
-    from k3_core.vllm.testing.vendor import Vendor
-
-    cases = json.loads(Path(os.environ[world.CASES]).read_text())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    with Vendor(*cases[0]["vendor"]).acting():
-        world.serve(work)
-
-
 if __name__ == "__main__":
-    main()
+    world.serve_engines(work)

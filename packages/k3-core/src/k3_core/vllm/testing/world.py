@@ -55,6 +55,16 @@ def serve(work: Callable[[dict[str, Any]], Any]) -> None:
             os._exit(1)
 
 
+def serve_engines(work: Callable[[dict[str, Any]], Any]) -> None:
+    """:func:`serve` with engines in this process and one vendor's model, the first case's."""
+    from k3_core.vllm.testing.vendor import Vendor
+
+    cases = json.loads(Path(os.environ[CASES]).read_text())
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with Vendor(*cases[0]["vendor"]).acting():
+        serve(work)
+
+
 def run(
     command: Sequence[str],
     cases: Sequence[dict[str, Any]],
