@@ -31,14 +31,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels.attn_res_ring import attn_res_ring_kernel
+from k3_nvidia.kernels.attn_res_rows import row_sums, store_row, sum2
 from k3_nvidia.kernels.glue import launch_options, pdl
 
 MAX_ROWS_A_GROUP = 5
-
-
-@triton.jit
-def _sum2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
 
 
 @triton.jit
@@ -75,33 +71,10 @@ def _load_row(ptr, H: tl.constexpr, CHUNK: tl.constexpr, KC: tl.constexpr, alive
 
 
 @triton.jit
-def _store_row(ptr, row, H: tl.constexpr, CHUNK: tl.constexpr, KC: tl.constexpr):
-    cols = tl.arange(0, CHUNK)
-    for c in tl.static_range(KC):
-        if (c + 1) * CHUNK <= H:
-            tl.store(ptr + c * CHUNK + cols, row[c])
-        else:
-            tl.store(ptr + c * CHUNK + cols, row[c], mask=c * CHUNK + cols < H)
-
-
-@triton.jit
-def _row_sums(row, folded, KC: tl.constexpr):
-    """Per-lane partial sums of squares and of products with the folded weight."""
-    x = row[0].to(tl.float32)
-    squares = x * x
-    products = x * folded[0]
-    for c in tl.static_range(1, KC):
-        y = row[c].to(tl.float32)
-        squares += y * y
-        products += y * folded[c]
-    return squares, products
-
-
-@triton.jit
 def _reduce(values, COUNT: tl.constexpr):
     """Sum COUNT tensors over their lanes with one exchange between the warps."""
     if COUNT == 2:
-        return tl.reduce(values, 0, _sum2)
+        return tl.reduce(values, 0, sum2)
     elif COUNT == 4:
         return tl.reduce(values, 0, _sum4)
     elif COUNT == 6:
@@ -153,7 +126,7 @@ def _fold(
     if WEIGHTED:
         partial = ()
         for j in tl.static_range(COUNT):
-            partial = partial + _row_sums(rows[j], folded, KC)
+            partial = partial + row_sums(rows[j], folded, KC)
         sums = _reduce(partial, 2 * COUNT)
         logits = ()
         newest = top
@@ -224,9 +197,9 @@ def _attn_res_kernel(
             )  # fmt: skip
         if HAS_DELTA:
             rows = _add_delta(rows, FIRST_END, KC)
-            _store_row(prefix_ptr + token * prefix_stride, rows[0], H, CHUNK, KC)
+            store_row(prefix_ptr + token * prefix_stride, rows[0], H, CHUNK, KC)
         if HAS_WRITE:
-            _store_row(bank_ptr + token * bank_stride + write_block * block_stride, rows[0], H, CHUNK, KC)
+            store_row(bank_ptr + token * bank_stride + write_block * block_stride, rows[0], H, CHUNK, KC)
         following = token + step
         top = -float("inf")
         total = 0.0
@@ -261,7 +234,7 @@ def _attn_res_kernel(
             if HAS_NORM:
                 value = value * out_weight[c].to(tl.float32)
             result = result + (value.to(out_ptr.dtype.element_ty),)
-        _store_row(out_ptr + token * H, result, H, CHUNK, KC)
+        store_row(out_ptr + token * H, result, H, CHUNK, KC)
         token = following
 
 

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from k3_nvidia.kernels.attn_res_rows import row_sums, store_row, sum2
+
 
 @triton.jit
 def _row(ptr, H: tl.constexpr, CHUNK: tl.constexpr, KC: tl.constexpr):
@@ -30,21 +32,6 @@ def _row(ptr, H: tl.constexpr, CHUNK: tl.constexpr, KC: tl.constexpr):
 
 
 @triton.jit
-def _put(ptr, row, H: tl.constexpr, CHUNK: tl.constexpr, KC: tl.constexpr):
-    cols = tl.arange(0, CHUNK)
-    for c in tl.static_range(KC):
-        if (c + 1) * CHUNK <= H:
-            tl.store(ptr + c * CHUNK + cols, row[c])
-        else:
-            tl.store(ptr + c * CHUNK + cols, row[c], mask=c * CHUNK + cols < H)
-
-
-@triton.jit
-def _sum2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
 def _nothing(CHUNK: tl.constexpr, KC: tl.constexpr, dtype: tl.constexpr):
     row = ()
     for _ in tl.static_range(KC):
@@ -57,14 +44,8 @@ def _fold(row, folded, mixed, top, total, H: tl.constexpr, eps, KC: tl.constexpr
     """One more source row in the running softmax: (mixed, top logit, sum of weights) after it."""
     renewed = ()
     if WEIGHTED:
-        x = row[0].to(tl.float32)
-        squares = x * x
-        products = x * folded[0]
-        for c in tl.static_range(1, KC):
-            x = row[c].to(tl.float32)
-            squares += x * x
-            products += x * folded[c]
-        square, product = tl.reduce((squares, products), 0, _sum2)
+        squares, products = row_sums(row, folded, KC)
+        square, product = tl.reduce((squares, products), 0, sum2)
         logit = product * tl.rsqrt(square / H + eps)
         newest = tl.maximum(top, logit)
         kept = tl.exp(top - newest)
@@ -126,9 +107,9 @@ def attn_res_ring_kernel(
                     for c in tl.static_range(KC):
                         summed = summed + ((row[c].to(tl.float32) + held[c].to(tl.float32)).to(row[c].dtype),)
                     row = summed
-                    _put(prefix_ptr + token * prefix_stride, row, H, CHUNK, KC)
+                    store_row(prefix_ptr + token * prefix_stride, row, H, CHUNK, KC)
                 if HAS_WRITE:
-                    _put(bank_ptr + token * bank_stride + write_block * block_stride, row, H, CHUNK, KC)
+                    store_row(bank_ptr + token * bank_stride + write_block * block_stride, row, H, CHUNK, KC)
             mixed, top, total = _fold(row, folded, mixed, top, total, H, eps, KC, NUM_BLOCKS > 0)
             if j == SEQ - 1:
                 scale = 1.0 / total
@@ -145,7 +126,7 @@ def attn_res_ring_kernel(
                     if HAS_NORM:
                         value = value * out_weight[c].to(tl.float32)
                     result = result + (value.to(out_ptr.dtype.element_ty),)
-                _put(out_ptr + token * H, result, H, CHUNK, KC)
+                store_row(out_ptr + token * H, result, H, CHUNK, KC)
                 # a new token begins from nothing, whatever this one held
                 mixed = _nothing(CHUNK, KC, tl.float32)
                 top = -float("inf")

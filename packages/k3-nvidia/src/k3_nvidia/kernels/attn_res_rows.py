@@ -1,0 +1,38 @@
+"""Rows of AttnRes as tuples of tensors: what its kernels do with one, wherever its bytes come from."""
+
+# mypy: allow-untyped-defs
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum2(a0, a1, b0, b1):
+    """Two sums at once, for ``tl.reduce``."""
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def store_row(ptr, row, H: tl.constexpr, CHUNK: tl.constexpr, KC: tl.constexpr):
+    """KC tensors of CHUNK elements to memory; lanes past H write nothing."""
+    cols = tl.arange(0, CHUNK)
+    for c in tl.static_range(KC):
+        if (c + 1) * CHUNK <= H:
+            tl.store(ptr + c * CHUNK + cols, row[c])
+        else:
+            tl.store(ptr + c * CHUNK + cols, row[c], mask=c * CHUNK + cols < H)
+
+
+@triton.jit
+def row_sums(row, folded, KC: tl.constexpr):
+    """Per-lane partial sums of squares and of products with the folded weight."""
+    x = row[0].to(tl.float32)
+    squares = x * x
+    products = x * folded[0]
+    for c in tl.static_range(1, KC):
+        y = row[c].to(tl.float32)
+        squares += y * y
+        products += y * folded[c]
+    return squares, products
