@@ -40,7 +40,12 @@ IMPLEMENTATIONS = {
 }
 # The interpreter takes seconds a case: a few that together meet every branch. On a device everything runs.
 CPU_CASES = {
-    "kda_prefill": ("65_0_1_64.long", "65_17.mixed.softplus", "70_33_20.long.L5.nan_sequence"),
+    "kda_prefill": (
+        "65_0_1_64.long",
+        "130_20.bound.L5.previous",
+        "65_17.mixed.softplus",
+        "70_33_20.long.L5.nan_sequence",
+    ),
     "short_conv": ("1_2_3_4_5_0_17.SD.null", "5_1_0_2_64.DS.spec7"),
     "gated_norm": ("T5", "T33", "T0"),
     "kda_decode": ("T3.spec0", "T5.spec2", "T6.spec0.long.SD.nan_row", "T4.spec0.long.SD.bf16state"),

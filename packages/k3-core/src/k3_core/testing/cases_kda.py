@@ -170,6 +170,11 @@ def make_prefill(case: Case, draw: Draw) -> Inputs:
     if o.get("same_key"):
         # Every token writes to one direction with beta near one: the triangular system is as full as it gets.
         k, beta = k[:1].expand(T, N, K) + 0.05 * k, draw.uniform(T, N, low=0.9, high=0.999)
+    if o.get("previous"):
+        # Each token asks for the key before its own, and keys are at right angles: all it gets it owes to the token
+        # before, at the bound e^-5 of it. A chunk, half or segment that loses what crosses its edge loses a whole row.
+        k = torch.eye(K, dtype=k.dtype, device=k.device)[torch.arange(T, device=k.device) % K][:, None].repeat(1, N, 1)
+        q = k.roll(1, 0)
     inputs = {"q": q, "k": k, "v": v, "z": z}
     free_rows, free_slots = None, tuple[int, ...]()
     if "nan_sequence" in o:
@@ -318,7 +323,9 @@ def _prefill_case(
         sizes["S"] = B + 1
     bound = "softplus" if o["lower_bound"] is None else f"L{-o['lower_bound']:g}"
     on: list[str] = [
-        k for k in ("strided", "same_key", "nan_sequence", "null", "qk_scale") if k in o and o[k] not in (False, ())
+        k
+        for k in ("strided", "same_key", "previous", "nan_sequence", "null", "qk_scale")
+        if k in o and o[k] not in (False, ())
     ]
     on += ["bf16state"] if o["state_dtype"] is torch.bfloat16 else []
     lens = "_".join(map(str, lengths)) if B < 8 else f"all{B}"
@@ -342,6 +349,7 @@ def prefill_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
         yield _prefill_case(dtype, scale, N, D, (65, 17), lower_bound=lower)
     yield _prefill_case(dtype, scale, N, D, (150, 40), "long", lower_bound=None, strided=True)
     yield _prefill_case(dtype, scale, N, D, (130, 64), "long", same_key=True)
+    yield _prefill_case(dtype, scale, N, D, (130, 20), "bound", previous=True)
     yield _prefill_case(dtype, scale, N, D, (70, 33, 20), "long", nan_sequence=1)
     yield _prefill_case(dtype, scale, N, D, (40, 20), qk_scale=2e-3)  # |k|^2 near 1e-6: where the eps is added shows
     if dtype is torch.bfloat16:
