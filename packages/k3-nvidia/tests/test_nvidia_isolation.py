@@ -20,19 +20,25 @@ def config(speculative: Any = None, scheduler: Any = None) -> Any:
     )
 
 
-def test_infinite_logits_become_nan_and_no_other_bit_changes() -> None:
-    logits = torch.randn(3, 257)
-    logits[0, :4] = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0])
-    logits[1, 0], logits[1, 1] = torch.finfo(torch.float32).max, 1e-44
-    bad = ~logits.isfinite()
-    marked = isolation.mark(logits.clone())
-    assert torch.equal(marked.isnan(), bad)
-    assert torch.equal(marked.view(torch.int32)[~bad], logits.view(torch.int32)[~bad])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_infinite_logits_become_nan_and_all_other_bits_stay(dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, :5] = torch.tensor(
+        [0.0, -0.0, torch.finfo(dtype).max, torch.finfo(dtype).tiny, 1e-39]
+    )  # the last: subnormal
+    before = logits.clone()
+    logits[1, 7], logits[2, 9], logits[3, 0] = float("inf"), float("-inf"), float("nan")
+    marked = isolation.mark(logits)
+    assert marked is logits
+    assert marked.isnan().sum(1).tolist() == [0, 1, 1, 1]
+    kept = ~marked.isnan()
+    integers = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    assert torch.equal(marked.view(integers)[kept], before.view(integers)[kept])
 
 
 def test_counts_name_only_requests_with_nans() -> None:
     assert isolation.poisoned(None) == []
-    assert isolation.poisoned({"a": 0, "b": 7}) == ["b"]
+    assert isolation.poisoned({"a": 0, "b": 7, "c": 1}) == ["b", "c"]
 
 
 def test_what_keeps_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
