@@ -13,6 +13,7 @@ from k3_nvidia.kernels.moe_layout import SwizzledExperts, empty_swizzled
 HIDDEN, LATENT, EXPERTS, TOP_K = 7168, 3584, 896, 16
 BETA, LINEAR_BETA = 4.0, 25.0
 ACT = {"hidden_act": "situ", "situ_beta": BETA, "situ_linear_beta": LINEAR_BETA}
+PRODUCT_TOLERANCE = 2**-9 + 2**-11  # one product in bfloat16: half an ulp at most, and its sum and activation in fp32
 TOLERANCE = 8e-3  # operator table, experts in bfloat16: four roundings of 1.6e-3, doubled
 
 
@@ -104,6 +105,41 @@ def reference_experts(
         act = BETA * torch.tanh(gate / BETA) * torch.sigmoid(gate) * LINEAR_BETA * torch.tanh(up / LINEAR_BETA)
         out[at] += weights[rows][at, slot].double()[:, None] * (act @ w["down"].t())
     return out
+
+
+def some_experts(local: torch.Tensor, most: int = 5) -> list[int]:
+    """Chosen experts with few, middling and many pairs (local: expert of each pair, < 0 elsewhere): counts decide how
+    wide a product is."""
+    counts = torch.bincount(local[local >= 0])
+    touched = [e for e in counts.argsort().tolist() if counts[e] > 0]
+    if len(touched) <= most:
+        return touched
+    return [touched[round(i * (len(touched) - 1) / (most - 1))] for i in range(most)]
+
+
+def reference_products(
+    product: str, rows: torch.Tensor, experts: SwizzledExperts, local: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 result of one product for all pairs of ``some_experts``: where it lies in the kernel's output, and it.
+
+    rows: "w13" the latents [T, L] (output in sorted order), "w2" the activations in sorted order (output in pair
+    order). local: expert of each pair (token * top_k + slot), < 0 elsewhere.
+    """
+    order = torch.where(local >= 0, local, experts.num_experts).argsort(stable=True)
+    places, results = [], []
+    for e in some_experts(local):
+        at = (local[order] == e).nonzero().flatten()
+        w = {k: dequantise(*v) for k, v in moe_layout.unpack_expert(experts, e).items()}
+        if product == "w13":
+            x = rows[order[at] // TOP_K].double()
+            gate, up = x @ w["gate"].t(), x @ w["up"].t()
+            y = BETA * torch.tanh(gate / BETA) * torch.sigmoid(gate) * LINEAR_BETA * torch.tanh(up / LINEAR_BETA)
+            places.append(at)
+            results.append(y)
+        else:
+            places.append(order[at])
+            results.append(rows[at, : experts.width].double() @ w["down"].t())
+    return torch.cat(places), torch.cat(results)
 
 
 def check_experts(out: torch.Tensor, ref: torch.Tensor, rows: list[int], what: str) -> float:

@@ -1,7 +1,10 @@
 """Ahead-of-time compilation of the expert kernels for sm_90a: a script, because Triton decides at import whether it
 interprets.
 
-``python expert_kernels_aot.py`` prints one JSON line a variant: registers, spills, shared memory, matrix instructions.
+``python expert_kernels_aot.py [arch [name ...]]`` prints one JSON line a variant: registers, spills, shared memory,
+matrix instructions, and what touches registers of products in flight (``sass_hazards``). The names: ``variants``, and
+with ``sweep`` every tile of the products that ``benchmarks/sweep_experts.py`` may put into the tables (minutes), with
+``sweep-widths`` the first of each width that runs ``wgmma``.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import sass_hazards
 import triton
 
 from k3_core.testing import triton_aot
@@ -36,6 +41,8 @@ def compile_kernel(
     if fn.fn.__module__.endswith("experts_gemm"):
         kinds["w_ptr"] = "*i16"
     options = {"num_warps": warps, "num_stages": stages}
+    if "WGMMA" in fn.arg_names:
+        constants = constants | {"WGMMA": arch == 90}
     if constants.get("PDL"):
         options["launch_pdl"] = True
     kernel = triton_aot.compile_kernel(fn, constants, options, ("cuda", arch, 32), kinds, DIVISIBLE)
@@ -57,6 +64,7 @@ def compile_kernel(
         "shared": int(kernel.metadata.shared),
         "hgmma": len(re.findall(r"HGMMA", sass)),
         "hmma": len(re.findall(r"HMMA", sass)),
+        "hazards": sass_hazards.hazards(sass),
         "local_memory_ops": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         "warps": warps,
     }
@@ -124,14 +132,66 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
     return out
 
 
+def swept() -> Iterator[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]]:
+    """Every product that the tuning sweep may choose, as ``variants``."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    import experts_case as case
+    import sweep_experts as sweep
+
+    for shape in case.SHAPES.values():
+        for tokens in sweep.TOKENS:
+            for product, n, tile, narrow in sweep.variants(shape, tokens):
+                common = {"BN": n[0], "BX": n[1], "WIDE": False, "PDL": False, "INTERPRET": False}
+                name = "-".join(map(str, (*n, *tile)))
+                if product == "w13":
+                    mt, kt, warps, stages = tile
+                    yield (
+                        f"sweep w13 {name}",
+                        experts_gemm.w13_kernel,
+                        {**common, "MT": mt, "KT": kt, "ACT": 1},
+                        warps,
+                        stages,
+                        {},
+                    )
+                elif narrow:
+                    mt, warps, stages, _ = tile
+                    k1, k2 = (2, 1) if shape.width == 192 else (4, 2)
+                    blocks = {"K1": k1, "K2": k2, "HAS2": True, "STAGES": stages}
+                    yield (
+                        f"sweep w2 {shape.width} {name}",
+                        experts_gemm.w2_kernel,
+                        {**common, "MT": mt, **blocks},
+                        warps,
+                        stages,
+                        {},
+                    )
+                else:
+                    mt, kt, warps, stages = tile
+                    yield (
+                        f"sweep wide {name}",
+                        experts_gemm.w2_wide_kernel,
+                        {**common, "MT": mt, "KT": kt},
+                        warps,
+                        stages,
+                        {},
+                    )
+
+
 def main() -> None:
     """``expert_kernels_aot.py [arch [name ...]]``; variants that differ in nothing are compiled once."""
     arch = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     only = sys.argv[2:]
     done: dict[Any, dict[str, Any]] = {}
-    for name, fn, constants, warps, stages, types in variants():
-        if only and name not in only:
+    sweeping = only in (["sweep"], ["sweep-widths"])
+    widths = set()
+    for name, fn, constants, warps, stages, types in swept() if sweeping else variants():
+        if only and name not in only and not sweeping:
             continue
+        if only == ["sweep-widths"]:
+            width = (fn.__name__, constants["BN"], constants["BX"])
+            if constants["BN"] < 16 or width in widths:
+                continue
+            widths.add(width)
         key = (fn.__name__, tuple(sorted(constants.items())), warps, stages)
         if key not in done:
             done[key] = compile_kernel(fn, constants, warps, stages, types, arch)

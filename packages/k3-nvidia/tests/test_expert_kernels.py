@@ -251,6 +251,85 @@ def test_extra_columns_and_wide_kernel_give_the_same_sums() -> None:
         assert ((other - outs[0]).norm() / outs[0].norm()) < 4e-3
 
 
+# Pairs an expert: every width of a product (a quarter, half, all of a tile, with and without its second accumulator),
+# the last column of each and one more, and an expert without a pair.
+COUNTS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 0, 96, 128, 129, 146, 160, 161, 260)
+SMALL_TILES = ((16, 0, 2), (32, 0, 0), (32, 32, 2), (64, 32, 0), (128, 0, 2), (128, 32, 0))
+
+
+def reference(x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor) -> torch.Tensor:
+    """float64 of what one expert a token yields, from the definition."""
+    from k3_core.contracts.mxfp4 import unpack
+
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for e in ids.unique().tolist():
+        at = (ids[:, 0] == e).nonzero().flatten()
+        both = x[at].double() @ unpack(weights.w13[e], weights.w13_scale[e], torch.float64).t()
+        gate, up = both.chunk(2, dim=-1)
+        act = 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)
+        out[at] = act @ unpack(weights.w2[e], weights.w2_scale[e], torch.float64).t()
+    return out
+
+
+def counted_case(counts: tuple[int, ...], width: int, latent: int) -> tuple[ExpertWeights, torch.Tensor, torch.Tensor]:
+    """Weights, x and shuffled ids so that expert e has counts[e] tokens (one expert a token)."""
+    gen = torch.Generator().manual_seed(sum(counts))
+    num = len(counts)
+
+    def draw(low: int, high: int, *size: int) -> torch.Tensor:
+        return torch.randint(low, high, size, generator=gen, dtype=torch.uint8).to(DEVICE)
+
+    weights = ExpertWeights(
+        draw(0, 256, num, 2 * width, latent // 2), draw(118, 122, num, 2 * width, latent // 32),
+        draw(0, 256, num, latent, width // 2), draw(119, 123, num, latent, width // 32),
+    )  # fmt: skip
+    ids = torch.repeat_interleave(torch.arange(num), torch.tensor(counts))
+    ids = ids[torch.randperm(len(ids), generator=gen)].to(torch.int32)[:, None].contiguous().to(DEVICE)
+    x = (torch.randn(len(ids), latent, generator=gen) * 0.5).bfloat16().to(DEVICE)
+    return weights, x, ids
+
+
+def check_counted(plan: Plan, counts: tuple[int, ...], width: int, latent: int, rounds: int = 1) -> None:
+    """Sums of a plan against float64, every element finite; the same bits in every round."""
+    weights, x, ids = counted_case(counts, width, latent)
+    packed = experts.prepare(weights)
+    ones = torch.ones(len(ids), 1, device=DEVICE)
+    want = reference(x, weights, ids)
+    first = None
+    for _ in range(rounds):
+        got = experts.experts(x, packed, ones, ids, hidden_act="situ", situ_beta=4.0, situ_linear_beta=25.0, plan=plan)
+        assert torch.isfinite(got).all(), plan
+        assert (got.double() - want).norm() <= 8e-3 * want.norm(), plan  # operator table: four roundings, doubled
+        assert first is None or torch.equal(got, first), plan
+        first = got
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bn", "bx", "rows2"), SMALL_TILES)
+def test_every_width_of_a_product(bn: int, bx: int, rows2: int) -> None:
+    """Items of every size under tiles of every width, in the interpreter too."""
+    counts = COUNTS if DEVICE == "cuda" else tuple(c for c in (1, 9, 17, 33, 0, 65, 128, 161) if c <= 2 * (bn + bx))
+    check_counted(Plan(bn, 4, 1, 4, 2, 4, 1, 4, 2, rows2, 64, False, bx), counts, 64, 64)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [192, 384, 3072])
+def test_tiles_of_the_tables_at_long_prefill(width: int) -> None:
+    """Every tile that a table may choose, with 146 tokens an expert and every program slot of the device taken.
+
+    Products in flight read registers late only while the tensor cores are contended, so an idle device proves nothing.
+    """
+    import random
+
+    counts = [*COUNTS, *(random.Random(width).randint(110, 180) for _ in range(12 if width == 3072 else 79))]
+    table = dict.fromkeys([*plans(experts._device_name(), width), *plans("default", width)])
+    for plan in table:
+        check_counted(plan, tuple(counts), width, 3584, rounds=3)
+
+
 def test_combine_ignores_what_is_elsewhere() -> None:
     d = torch.full((6, 64), float("nan"), device=DEVICE)
     d[[0, 3]] = 2.0

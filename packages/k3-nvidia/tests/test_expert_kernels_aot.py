@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sass_hazards
 
 from k3_nvidia.tuning import experts as tuning
 
@@ -19,10 +21,11 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 # Decode is latency and issue bound: at least three programs of four warps must fit beside each other.
 DECODE = tuple(f"{kernel} {width} plan{i}" for kernel in ("w13", "w2") for width in (192, 384, 3072) for i in range(4))
 LONG = tuple(f"{kernel} {width} plan6" for kernel in ("w13", "w2") for width in (192, 384, 3072))
-GATE = (*DECODE, *LONG, "w13 wide scales", "logits 16", "route 0", "route 2", "route 3", "combine", "repack")
+MIDDLE = tuple(f"{kernel} 384 plan{i}" for kernel in ("w13", "w2") for i in (4, 5))
+GATE = (*DECODE, *MIDDLE, *LONG, "w13 wide scales", "logits 16", "route 0", "route 2", "route 3", "combine", "repack")
 
 
-def compiled(arch: int, *names: str) -> dict[str, dict[str, int]]:
+def compiled(arch: int, *names: str) -> dict[str, dict[str, Any]]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -31,11 +34,11 @@ def compiled(arch: int, *names: str) -> dict[str, dict[str, int]]:
     )
     assert run.returncode == 0, run.stderr[-2000:]
     rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert {r["name"] for r in rows} >= set(names)
+    assert {r["name"] for r in rows} >= set(names) - {"sweep-widths"}
     return {r["name"]: r for r in rows}
 
 
-def programs_that_fit(row: dict[str, int]) -> int:
+def programs_that_fit(row: dict[str, Any]) -> int:
     by_registers = REGISTERS_PER_MULTIPROCESSOR // (-(-row["registers"] // 8) * 8 * 32 * row["warps"])
     return min(by_registers, SHARED_PER_MULTIPROCESSOR // (row["shared"] + 1024))
 
@@ -46,12 +49,48 @@ def test_sm_90_budgets() -> None:
     for name, row in rows.items():
         assert row["stack"] == 0, f"{name} spills: {row}"
         assert row["local_memory_ops"] == 0, f"{name} spills: {row}"
+        assert row["hazards"] == [], f"{name}: {row['hazards'][:5]}"
     for name in DECODE:
         row = rows[name]
         assert row["hmma"] + row["hgmma"] > 0, f"{name} does not use the tensor cores"
         assert programs_that_fit(row) >= 3, f"{name}: {row}"
         # a weight goes from its load to the tensor core without passing through another lane
         assert row["loop_shared_stores"] <= 4, f"{name} moves operands through shared memory: {row}"
+
+
+@pytest.mark.slow
+def test_no_tile_of_the_sweep_touches_registers_of_products_in_flight() -> None:
+    rows = compiled(90, "sweep-widths")
+    assert len(rows) > 8
+    for name, row in rows.items():
+        assert row["hgmma"] > 0, name
+        assert row["hazards"] == [], f"{name}: {row['hazards'][:5]}"
+
+
+def listing(*lines: str) -> str:
+    return "\n".join(line if line.startswith(".") else f"  /*{i:04x}*/ {line} ;" for i, line in enumerate(lines))
+
+
+PRODUCT = "HGMMA.64x32x16.F32.BF16 R24, R40, gdesc[UR12], R24, gsb0"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ((PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "LDS.128 R40, [R8]", "EXIT"), 0),
+        ((PRODUCT, "LDS.128 R40, [R8]", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "EXIT"), 1),  # operand written
+        ((PRODUCT, "LDS.64 R44, [R8]", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "EXIT"), 0),  # beside it
+        ((PRODUCT, "FADD R1, R2, R40", "FADD R1, R2, R39", "EXIT"), 1),  # sum read (16 registers from R24)
+        ((PRODUCT, "STS [R8], R40", "EXIT"), 0),  # reading the operand is harmless
+        ((PRODUCT, PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R40, R1", "EXIT"), 1),  # the younger one is out
+        # around a loop: what the last turn left in flight
+        ((".L_x_1:", "MOV R40, R1", PRODUCT, "@P0 BRA `(.L_x_1)", "EXIT"), 1),
+        ((".L_x_1:", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MOV R40, R1", PRODUCT, "@P0 BRA `(.L_x_1)", "EXIT"), 0),
+        ((PRODUCT, "EXIT", "MOV R40, R1"), 0),  # not reached
+    ],
+)
+def test_hazards_are_seen(lines: tuple[str, ...], found: int) -> None:
+    assert len(sass_hazards.hazards(listing(*lines))) == found
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ for any routing.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,6 +79,12 @@ def _between(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if interpreting() else dtype
 
 
+@lru_cache(maxsize=16)
+def _wgmma(device: torch.device) -> bool:
+    """Whether products of 16 columns and more are Hopper's warpgroup instruction, which has to be waited for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def run_w13(
     x: torch.Tensor, weights: SwizzledExperts, lst: Worklist, top_k: int, act: tuple[int, float, float], plan: Plan
 ) -> torch.Tensor:
@@ -94,7 +101,7 @@ def run_w13(
         x, weights.w13, scales, y, lst.sorted, lst.work, lst.number, act[1], act[2],
         x.stride(0), weights.w13.stride(0), scales.stride(0), y.stride(0), top_k, mb, kb,
         MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, ACT=act[0], WIDE=weights.wide_scales, PDL=pdl,
-        INTERPRET=interpreting(), num_warps=plan.warps13, num_stages=plan.stages13, **options,
+        WGMMA=_wgmma(x.device), INTERPRET=interpreting(), num_warps=plan.warps13, num_stages=plan.stages13, **options,
     )  # fmt: skip
     return y
 
@@ -125,8 +132,8 @@ def run_w2(y: torch.Tensor, weights: SwizzledExperts, lst: Worklist, plan: Plan)
     mt, kt = _largest_divisor(mb, plan.wide_mt), _largest_divisor(kb, plan.kt2)
     w2_wide_kernel[(lst.max_items * (mb // mt),)](
         *common, *strides, mb, kb, latent,
-        MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, WIDE=weights.wide_scales, PDL=pdl, INTERPRET=interpreting(),
-        num_warps=plan.warps2, num_stages=plan.stages2, **options,
+        MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, WIDE=weights.wide_scales, PDL=pdl,
+        WGMMA=_wgmma(y.device), INTERPRET=interpreting(), num_warps=plan.warps2, num_stages=plan.stages2, **options,
     )  # fmt: skip
     return d
 

@@ -2,9 +2,10 @@
 
 Two forms of the same decode. **Slices** (products of 8 columns, ``mma``): four operands of 16 columns a block, so that
 the right operand's shared loads are free of conflicts. **Joined** (16 columns and more, ``wgmma``): one operand of all
-64 columns a block. Then one product covers them, the compiler leaves its steps in flight while the next codes are
-decoded (it waits after every product whose result another product of the same iteration takes up), and rows of
-activations are read 128 bytes at a time.
+64 columns a block. Then one product covers them, the compiler leaves its steps in flight while later codes of the same
+block are decoded (it waits after every product whose result another product of the same iteration takes up), and rows
+of activations are read 128 bytes at a time. Steps in flight still read their operand's registers, so the next block's
+decode is held back until they are done (``settled``).
 """
 
 # mypy: allow-untyped-defs
@@ -119,6 +120,21 @@ def decode(
         return tl.reshape(tl.permute(both, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (MT * 16, KT * 64))
     else:
         return _slice(p0, MT, KT), _slice(p1, MT, KT), _slice(p2, MT, KT), _slice(p3, MT, KT)
+
+
+@triton.jit
+def settled(codes):
+    """The codes, once no ``wgmma`` of this warp is in flight (sm_90a only; each thread holds eight codes or more).
+
+    A product whose left operand is in registers reads them after it was issued. Triton 3.6 leaves such products in
+    flight over the end of a loop's iteration (triton-lang/triton issue 9433), and to the assembler those registers are
+    free as soon as the next iteration writes the operand, so they change under the product. Every decode in a loop
+    whose sum is carried on takes its codes through here; the wait costs what the last products still need, after the
+    barrier and the loads of the block. ``tests/sass_hazards.py`` looks for what is left.
+    """
+    return tl.inline_asm_elementwise(
+        "wgmma.wait_group.sync.aligned 0;", "=r,=r,=r,=r,0,1,2,3", [codes], dtype=tl.int16, is_pure=False, pack=8
+    )
 
 
 @triton.jit

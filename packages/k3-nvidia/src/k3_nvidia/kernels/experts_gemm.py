@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from k3_nvidia.kernels.experts_decode import columns, decode, load, multiply
+from k3_nvidia.kernels.experts_decode import columns, decode, load, multiply, settled
 
 NARROWED = tl.constexpr(32)  # items of so many tokens and more have narrower products for what they hold
 JOINED = tl.constexpr(16)  # from so many columns on the decoded tile is one operand (``experts_decode``)
@@ -59,7 +59,8 @@ def block_index(mt, kb, KB):
 @triton.jit
 def _product(
     x_ptr, rows1, valid1, rows2, valid2, stride_x, w_ptrs, s_ptrs, KB,
-    MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr,
+    MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, WIDE: tl.constexpr, WGMMA: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Weights [16 MT, 64 KB] times the rows of x: fp32 [16 MT, BN] and, if BX, the columns behind them [16 MT, BX].
 
@@ -78,6 +79,8 @@ def _product(
         x1 = load(x1_ptrs, valid1, JOIN)
         if BX > 0:
             x2 = load(x2_ptrs, valid2, JOIN)
+        if WGMMA and JOIN:
+            words = settled(words)
         weight = decode(words, scale, MT, KT, JOIN, WIDE, INTERPRET)
         acc1 = multiply(weight, x1, acc1, JOIN, INTERPRET)
         if BX > 0:
@@ -115,7 +118,7 @@ def _store_act(
 def _w13_tile(
     x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x, stride_y, top_k, KB,
     MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, ACT: tl.constexpr, WIDE: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     n1 = tl.arange(0, BN)
     n2 = BN + tl.arange(0, BX if BX > 0 else 16)
@@ -125,7 +128,22 @@ def _w13_tile(
     if BX > 0:
         token2 = (tl.load(sorted_ptr + first + n2, mask=valid2, other=0) // top_k).to(tl.int64)
     acc1, acc2 = _product(
-        x_ptr, token1, valid1, token2, valid2, stride_x, w_ptrs, s_ptrs, KB, MT, KT, BN, BX, WIDE, INTERPRET
+        x_ptr,
+        token1,
+        valid1,
+        token2,
+        valid2,
+        stride_x,
+        w_ptrs,
+        s_ptrs,
+        KB,
+        MT,
+        KT,
+        BN,
+        BX,
+        WIDE,
+        WGMMA,
+        INTERPRET,
     )
     _store_act(acc1, y_ptr, first + n1, valid1, stride_y, tile, beta, linear_beta, MT, BN, ACT)
     if BX > 0:
@@ -137,7 +155,7 @@ def w13_kernel(
     x_ptr, w_ptr, s_ptr, y_ptr, sorted_ptr, work_ptr, num_ptr, beta, linear_beta,
     stride_x, stride_we, stride_se, stride_y, top_k, MB, KB,
     MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, ACT: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Program (item * row tiles + row tile): y[first + j, channels of the tile] for the item's tokens j.
 
@@ -160,28 +178,28 @@ def w13_kernel(
     if BX == 0:
         if BN < NARROWED:
             _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                      stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+                      stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
         elif count <= BN // 4:
             _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                      stride_y, top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+                      stride_y, top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
         elif count <= BN // 2:
             _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                      stride_y, top_k, KB, MT, KT, BN // 2, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+                      stride_y, top_k, KB, MT, KT, BN // 2, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
         else:
             _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                      stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+                      stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
     elif count <= BN // 4:
         _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                  stride_y, top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+                  stride_y, top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
     elif count <= BN:
         _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                  stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, INTERPRET)  # fmt: skip
+                  stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
     elif count <= BN + BX // 2:
         _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                  stride_y, top_k, KB, MT, KT, BN, BX // 2, ACT, WIDE, INTERPRET)  # fmt: skip
+                  stride_y, top_k, KB, MT, KT, BN, BX // 2, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
     else:
         _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                  stride_y, top_k, KB, MT, KT, BN, BX, ACT, WIDE, INTERPRET)  # fmt: skip
+                  stride_y, top_k, KB, MT, KT, BN, BX, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
 
 
 @triton.jit
@@ -299,13 +317,29 @@ def w2_kernel(
 @triton.jit
 def _w2_tile(
     y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
-    MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr,
+    MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, WIDE: tl.constexpr, WGMMA: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     n1 = tl.arange(0, BN)
     n2 = BN + tl.arange(0, BX if BX > 0 else 16)
     valid1, valid2 = n1 < count, n2 < count
     acc1, acc2 = _product(
-        y_ptr, first + n1, valid1, first + n2, valid2, stride_y, w_ptrs, s_ptrs, KB, MT, KT, BN, BX, WIDE, INTERPRET
+        y_ptr,
+        first + n1,
+        valid1,
+        first + n2,
+        valid2,
+        stride_y,
+        w_ptrs,
+        s_ptrs,
+        KB,
+        MT,
+        KT,
+        BN,
+        BX,
+        WIDE,
+        WGMMA,
+        INTERPRET,
     )
     row = tile * MT * 16 + tl.arange(0, MT * 16)
     pair1 = tl.load(sorted_ptr + first + n1, mask=valid1, other=0).to(tl.int64)
@@ -320,7 +354,7 @@ def w2_wide_kernel(
     y_ptr, w_ptr, s_ptr, d_ptr, sorted_ptr, work_ptr, num_ptr,
     stride_y, stride_we, stride_se, stride_d, MB, KB, L,
     MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Any width: one row tile a program, columns streamed. Program (item * row tiles + row tile); widths as
     ``w13_kernel``."""
@@ -340,25 +374,25 @@ def w2_wide_kernel(
     if BX == 0:
         if BN < NARROWED:
             _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
-                     MT, KT, BN, 0, WIDE, INTERPRET)  # fmt: skip
+                     MT, KT, BN, 0, WIDE, WGMMA, INTERPRET)  # fmt: skip
         elif count <= BN // 4:
             _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
-                     MT, KT, BN // 4, 0, WIDE, INTERPRET)  # fmt: skip
+                     MT, KT, BN // 4, 0, WIDE, WGMMA, INTERPRET)  # fmt: skip
         elif count <= BN // 2:
             _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
-                     MT, KT, BN // 2, 0, WIDE, INTERPRET)  # fmt: skip
+                     MT, KT, BN // 2, 0, WIDE, WGMMA, INTERPRET)  # fmt: skip
         else:
             _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
-                     MT, KT, BN, 0, WIDE, INTERPRET)  # fmt: skip
+                     MT, KT, BN, 0, WIDE, WGMMA, INTERPRET)  # fmt: skip
     elif count <= BN // 4:
         _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
-                 MT, KT, BN // 4, 0, WIDE, INTERPRET)  # fmt: skip
+                 MT, KT, BN // 4, 0, WIDE, WGMMA, INTERPRET)  # fmt: skip
     elif count <= BN:
         _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
-                 MT, KT, BN, 0, WIDE, INTERPRET)  # fmt: skip
+                 MT, KT, BN, 0, WIDE, WGMMA, INTERPRET)  # fmt: skip
     elif count <= BN + BX // 2:
         _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
-                 MT, KT, BN, BX // 2, WIDE, INTERPRET)  # fmt: skip
+                 MT, KT, BN, BX // 2, WIDE, WGMMA, INTERPRET)  # fmt: skip
     else:
         _w2_tile(y_ptr, d_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, stride_y, stride_d, KB, L,
-                 MT, KT, BN, BX, WIDE, INTERPRET)  # fmt: skip
+                 MT, KT, BN, BX, WIDE, WGMMA, INTERPRET)  # fmt: skip
