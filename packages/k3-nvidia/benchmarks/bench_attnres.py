@@ -1,7 +1,8 @@
 """AttnRes on one GPU: ours against vLLM's own kernel (where vLLM is installed) and against the byte floor.
 
 ``python bench.py --rows attnres``; ``python bench_attnres.py --sweep`` times launch configurations instead, to fill the
-tuning table. Delta and fused norm are on in every row; ``write`` rows add a bank write.
+tuning table (``--table FILE`` writes it, ``--use FILE`` compares with vLLM under it). Delta and fused norm are on in
+every row. Every size is timed in a CUDA graph over input sets that together exceed the L2: cold memory, no launch gaps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from harness import (
     relative_error,
     require,
     table,
-    time_pair_cold,
     time_pair_graph,
 )
 
@@ -99,23 +99,23 @@ def sets_for(tokens: int, blocks: int) -> list[Inputs]:
 
 
 def measure(tokens: int, blocks: int) -> dict[str, Any]:
-    big = tokens >= 1024
-    sets = [Inputs(tokens, blocks)] if big else sets_for(tokens, blocks)
+    sets = sets_for(tokens, blocks)
     sides = [[s.ours for s in sets]]
     rival = [vllm_call(s) for s in sets]
     if rival[0] is not None:
         sides.append(rival)
-    times = time_pair_cold([side[0] for side in sides]) if big else time_pair_graph(sides)
+    times = time_pair_graph(sides, iters=20 if tokens < 1024 else 10)
     floor = floor_bytes(tokens, blocks) / copy_bandwidth(floor_bytes(tokens, blocks)) * 1e6
     row: dict[str, Any] = {
-        "tokens": tokens, "blocks": blocks, "how": "cold" if big else "graph", "ours_us": times[0], "floor_us": floor,
-        "ours_over_floor": times[0] / floor, "ours_kernels": kernel_names(sides[0][0]),
+        "tokens": tokens, "blocks": blocks, "how": "graph", "ours_us": times[0], "floor_us": floor,
+        "ours_over_floor": times[0] / floor,
     }  # fmt: skip
     if rival[0] is not None:
-        row |= {
-            "vllm_us": times[1], "ours_over_vllm": times[0] / times[1], "vllm_over_floor": times[1] / floor,
-            "vllm_kernels": kernel_names(rival[0]),
-        }  # fmt: skip
+        row |= {"vllm_us": times[1], "ours_over_vllm": times[0] / times[1], "vllm_over_floor": times[1] / floor}
+    if blocks == 8:  # profiles take longer than the figures
+        row["ours_kernels"] = kernel_names(sides[0][0])
+        if rival[0] is not None:
+            row["vllm_kernels"] = kernel_names(rival[0])
     return row
 
 
@@ -136,20 +136,34 @@ def run(out: Path, slices: Sequence[str]) -> None:
     print(table(shown, ["row", "ours us", "vllm us", "floor us", "x floor"]))
 
 
-SWEEP = [
+CLUSTERS = [kernel.Config(0, 0, 0, False, 0, cluster=blocks) for blocks in (4, 8, 2, 1)]
+ONE_TOKEN = [
+    kernel.Config(1024, w, g, False, 0, maxnreg)
+    for w, g, maxnreg in ((8, 5, None), (8, 3, None), (16, 5, None), (8, 3, 128))
+]
+MANY = [
     *(kernel.Config(1024, w, 1, False, programs, ring=ring) for w, programs, ring in (
-        (8, 2, 4), (8, 2, 6), (8, 1, 8), (8, 1, 5), (4, 2, 6), (4, 3, 4), (16, 1, 6), (8, 0, 4), (4, 0, 5),
+        (8, 2, 4), (8, 2, 6), (8, 1, 8), (4, 2, 6), (4, 3, 4), (16, 1, 6),
     )),
     kernel.Config(2048, 8, 1, False, 1, ring=6),
-    *(kernel.Config(1024, w, g, p, programs, maxnreg) for w, g, p, programs, maxnreg in (
-        (8, 3, True, 1, None), (8, 2, True, 1, None), (4, 1, True, 2, None), (8, 1, True, 2, 128),
-        (8, 5, False, 0, None), (8, 3, False, 0, None), (16, 5, False, 0, None),
+    *(kernel.Config(1024, w, g, True, programs, maxnreg) for w, g, programs, maxnreg in (
+        (8, 3, 1, None), (8, 2, 1, None), (4, 1, 2, None), (8, 1, 2, 128),
     )),
 ]  # fmt: skip
+SWEEP = [*CLUSTERS, *ONE_TOKEN, *MANY]
+
+
+def tried(tokens: int) -> list[kernel.Config]:
+    """What is timed at this size: a block or a cluster a token for few, programs that walk them for many."""
+    if tokens < 512:
+        return [*CLUSTERS, *ONE_TOKEN]
+    return [*(CLUSTERS[-2:] if tokens < 1024 else ()), *ONE_TOKEN[:1], *MANY]
 
 
 def name_of(config: kernel.Config) -> str:
-    """One word: warps, group, prefetch, programs, register cap, or what the ring has."""
+    """One word: warps, group, prefetch, programs, register cap, or what the ring or the cluster has."""
+    if config.cluster:
+        return f"cluster{config.cluster}"
     if config.ring:
         return f"ring{config.ring}-c{config.chunk}-w{config.warps}-p{config.programs}"
     return "-".join(map(str, (config.warps, config.group, int(config.prefetch), config.programs, config.maxnreg)))
@@ -165,35 +179,47 @@ def _compile(job: tuple[int, int, kernel.Config]) -> str:
     return ""
 
 
+def compile_all() -> None:
+    """Triton's variants in other processes, into the cache on disk; meanwhile the cluster kernels, which have none."""
+    began = time.time()
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        jobs = [(t, n, c) for n in (8, 4, 1) for c in [*ONE_TOKEN, *MANY] for t in ((600,) if c in MANY else (1,))]
+        others = pool.map_async(_compile, jobs, chunksize=2)
+        said = [_compile((1, n, c)) for c in CLUSTERS for n in (8, 4, 1)] if clusters() else ["no clusters"]
+        print(f"clusters compiled, {time.time() - began:.0f} s", flush=True)
+        print([word for word in [*said, *others.get()] if word][:3], flush=True)
+    print(f"compiled, {time.time() - began:.0f} s", flush=True)
+
+
+def clusters() -> bool:
+    """Whether the cluster kernel can run here."""
+    from k3_nvidia.kernels import attn_res_cluster
+
+    ok, why = attn_res_cluster.available()
+    if not ok:
+        print(why, flush=True)
+    return ok
+
+
 def sweep(out: Path, seconds: float) -> None:
     """Every launch configuration at every size until the time is up; the best of each are printed.
 
-    The sizes that no table covers yet come first. Against vLLM's kernel: ``run``.
+    Against vLLM's kernel: ``run``.
     """
     end = time.time() + seconds
-    with multiprocessing.get_context("spawn").Pool(12) as pool:
-        jobs = [(t, n, c) for n in (1, 4, 8) for c in SWEEP for t in (1, 600)]
-        print([said for said in pool.map(_compile, jobs, chunksize=4) if said][:3], flush=True)
-    print(f"compiled, {end - time.time():.0f} s left", flush=True)
+    compile_all()
     results = Results(out / "attnres_sweep.json")
-    for tokens, blocks in itertools.product((8192, 1024, 1, 128, 32, 512), (1, 4, 8)):
-        big = tokens >= 1024
-        sets = [Inputs(tokens, blocks)] if big else sets_for(tokens, blocks)[:16]
+    for tokens, blocks in itertools.product((1, 32, 8192, 128, 1024, 8, 512), (8, 1, 4)):
+        sets = sets_for(tokens, blocks)[:16]
         live = []
-        for config in SWEEP:
+        for config in tried(tokens):
             if time.time() > end:
                 print("time is up", flush=True)
                 return
-            if not big and config.programs and tokens < 512:
-                continue  # persistent programs have one token each there
 
             def one(config: kernel.Config = config) -> dict[str, Any]:
                 check(tokens, blocks, config)
-                if big:
-                    us = time_pair_cold([lambda: sets[0].ours(config)], iters=8)[0]
-                else:
-                    us = time_pair_graph([[lambda s=s: s.ours(config) for s in sets]], iters=8)[0]
-                return {"us": us}
+                return {"us": time_pair_graph([[lambda s=s: s.ours(config) for s in sets]], iters=8)[0]}
 
             row = results.row(f"T{tokens}-n{blocks} {name_of(config)}", one, redo=True) or {}
             live.append((row.get("us", float("inf")), name_of(config), row.get("error", "")))
@@ -204,14 +230,26 @@ def sweep(out: Path, seconds: float) -> None:
 
 
 #: Sizes measured -> the largest number of tokens, and of blocks, for which their best choice stands.
-TOKEN_BOUNDS = {1: 8, 32: 64, 128: 256, 512: 700, 1024: 2048, 8192: 1 << 20}
+TOKEN_BOUNDS = {1: 3, 8: 16, 32: 64, 128: 256, 512: 700, 1024: 2048, 8192: 1 << 20}
 BLOCK_BOUNDS = {1: 2, 4: 5, 8: 64}
 #: A choice that another size has already is kept where it takes at most this much longer: fewer kernels to compile.
 NEAR = 1.02
 
 
+def _best(times: dict[str, float], used: list[str]) -> str:
+    """The fastest, or one that is nearly as fast and in use already."""
+    least = min(times.values())
+    near = [name for name in used if times.get(name, float("inf")) <= NEAR * least]
+    name = min(near, key=lambda name: times[name]) if near else min(times, key=lambda name: times[name])
+    used.append(name)
+    return name
+
+
 def write_table(results: dict[str, Any], path: Path) -> None:
-    """The tuning table from a sweep; sizes without a measurement keep what the table says."""
+    """The tuning table from a sweep; sizes without a measurement keep what the table says.
+
+    Where a cluster is best the best of Triton's follows it, for where there are no clusters.
+    """
     from k3_nvidia.tuning import attn_res as tuning
 
     configs = {name_of(config): config for config in SWEEP}
@@ -224,15 +262,16 @@ def write_table(results: dict[str, Any], path: Path) -> None:
             for key, row in results["rows"].items()
             if key.startswith(f"T{tokens}-n{blocks} ") and "us" in row and key.split(" ")[1] in configs
         }
-        chosen = tuning.choose(tokens, blocks, HIDDEN)
-        if times:
-            best = min(times, key=lambda name: times[name])
-            near = [name for name in used if times.get(name, float("inf")) <= NEAR * times[best]]
-            name = min(near, key=lambda name: times[name]) if near else best
-            used.append(name)
-            chosen = configs[name]
+        plain = {name: us for name, us in times.items() if not configs[name].cluster}
+        chosen = list(dict.fromkeys(tuning.choose(tokens, blocks, HIDDEN, some) for some in (True, False)))
+        if plain:
+            chosen = [configs[_best(plain, used)]]
+            fastest = _best(times, used)
+            if configs[fastest].cluster:
+                chosen.insert(0, configs[fastest])
             measured.append(f"{tokens}x{blocks}")
-        rows.append({"max_tokens": token_bound, "max_blocks": block_bound, "config": dataclasses.asdict(chosen)})
+        for config in chosen:
+            rows.append({"max_tokens": token_bound, "max_blocks": block_bound, "config": dataclasses.asdict(config)})
     environment = results["environment"]
     data = {
         "device": environment["device"],
@@ -250,7 +289,13 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=80, help="of the sweep, compiling included")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--table", type=Path, help="measure nothing: write the tuning table from the sweep in --out")
+    parser.add_argument("--use", type=Path, help="time with this tuning table")
     options = parser.parse_args()
+    if options.use:
+        from k3_nvidia.tuning import attn_res as tuning
+
+        rows = tuning.read(options.use)
+        tuning._table = lambda: rows  # type: ignore[assignment]
     if options.table:
         write_table(json.loads((options.out / "attnres_sweep.json").read_text()), options.table)
     elif options.sweep:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 
 import pytest
@@ -12,9 +13,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from k3_core.contracts import attn_res as contract
 from k3_core.operators import Implementation
 from k3_core.testing import conformance
 from k3_nvidia.kernels import attn_res as kernel
+from k3_nvidia.kernels import attn_res_cluster
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALES = ("small", "real") if DEVICE == "cuda" else ("small",)
@@ -88,6 +91,101 @@ def test_a_token_of_nan_stays_alone(variant):
         )  # fmt: skip
     assert torch.equal(results[0][[1, 3, 4]], results[1][[1, 3, 4]])
     assert results[1][[0, 2, 5]].isnan().all()
+
+
+def test_lanes_halve_the_sums_among_them():
+    """The tree of the cluster kernel, lane by lane: each value's sum ends in one lane of a group that agree on it."""
+    for rows in attn_res_cluster.ROWS:
+        sizes = attn_res_cluster.halvings(2 * rows)
+        data = torch.randint(-99, 99, (32, 2 * rows)).tolist()
+        lists, masks = [list(row) for row in data], (16, 8, 4, 2, 1)
+        for step, mask in enumerate(masks):
+            if step + 1 < len(sizes):
+                half = sizes[step + 1]
+                padded = [[*mine, *[0] * (2 * half - len(mine))] for mine in lists]
+                lists = [
+                    [padded[lane][i + at] + padded[lane ^ mask][i + at] for i in range(half)]
+                    for lane in range(32)
+                    for at in [half if lane & mask else 0]
+                ]
+            else:
+                lists = [[lists[lane][0] + lists[lane ^ mask][0]] for lane in range(32)]
+        found = {}
+        for lane in range(32):
+            which, known = 0, True
+            for step in reversed(range(len(sizes) - 1)):
+                which += sizes[step + 1] if lane & masks[step] else 0
+                known &= which < sizes[step]
+            if known:
+                assert found.setdefault(which, lists[lane][0]) == lists[lane][0]
+        assert found == {value: sum(row[value] for row in data) for value in range(2 * rows)}
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("hidden", [7168, 4096, 2304])
+def test_every_column_has_a_lane_of_the_cluster(hidden, cluster):
+    threads, lanes = attn_res_cluster.geometry(hidden, cluster)
+    assert threads % 32 == 0
+    assert lanes <= threads <= attn_res_cluster.MAX_THREADS
+    assert hidden <= cluster * lanes * 8
+
+
+@pytest.mark.parametrize("clusters", [False, True])
+def test_clusters_are_passed_over_where_they_cannot_be_used(clusters, monkeypatch):
+    from k3_nvidia.tuning import attn_res as tuning
+
+    fast, other = kernel.Config(0, 0, 0, False, 0, cluster=4), kernel.Config(1024, 8, 3, True, 1)
+    monkeypatch.setattr(tuning, "_table", lambda: [(8, 8, fast), (1 << 20, 64, other)])
+    assert tuning.choose(4, 4, 7168, clusters) == (fast if clusters else other)
+    assert tuning.choose(9, 4, 7168, clusters) == other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_cluster_conforms(cluster, dtype):
+    """Against fp64 at the released width, every number of blocks, with and without delta, bank write and norm."""
+    ok, why = attn_res_cluster.available()
+    if not ok:
+        pytest.skip(why)
+    tokens, hidden = 5, 7168
+    for blocks, with_delta, write, normed in itertools.product(
+        range(1, 9), (True, False), (True, False), (True, False)
+    ):
+        if (blocks + with_delta + write + normed) % 2 and blocks < 8:
+            continue
+        generator = torch.Generator("cuda").manual_seed(blocks)
+        make = functools.partial(torch.randn, generator=generator, device="cuda")
+        wide = make(tokens, 2 * hidden).to(dtype)
+        prefix, delta = wide[:, :hidden], make(tokens, hidden).to(dtype) if with_delta else None
+        bank = torch.full((tokens, 10, hidden), float("nan"), dtype=dtype, device="cuda")
+        bank[:, :blocks] = make(tokens, blocks, hidden).to(dtype)
+        norm, proj, out_norm = make(hidden).to(dtype), (make(hidden) * 0.05).to(dtype), make(hidden).to(dtype)
+        summed = prefix.clone() if delta is None else (prefix.float() + delta.float()).to(dtype)
+        before, beside = bank.clone(), wide[:, hidden:].clone()
+        mixed = contract.mix(bank[:, :blocks].double(), summed.double(), norm.double(), proj.double(), 1e-5)
+        if normed:
+            mixed = mixed * torch.rsqrt(mixed.square().mean(-1, keepdim=True) + 1e-5) * out_norm.double()
+        named = {"output_norm_weight": out_norm, "output_norm_eps": 1e-5} if normed else {}
+        results = []
+        for _ in range(2):
+            given, bank_now = wide.clone(), before.clone()
+            got = kernel.attn_res(
+                given[:, :hidden], delta, bank_now, norm, proj, 1e-5, blocks, write_block=9 if write else None,
+                config=kernel.Config(0, 0, 0, False, 0, cluster=cluster), **named,
+            )  # fmt: skip
+            results.append(got)
+            assert torch.equal(given[:, :hidden], summed)
+            assert torch.equal(given[:, hidden:], beside)
+            if write:
+                assert torch.equal(bank_now[:, 9], summed)
+                bank_now[:, 9] = before[:, 9]
+            assert torch.equal(bank_now.view(torch.int16), before.view(torch.int16))
+        assert torch.equal(*results)
+        unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+        off = (results[0].double() - mixed).abs()
+        # one rounding; fp32 sums of 7168 products and an exponential approximated to 2^-22 a unit of the logit
+        assert (off <= unit * mixed.abs() + 2e-4 * mixed.abs().max()).all(), (blocks, with_delta, write, normed)
 
 
 def test_tuned_choice_covers_every_size():

@@ -70,7 +70,7 @@ def test_attn_res_table_takes_the_best_and_keeps_what_was_not_measured(tmp_path:
     from k3_nvidia.kernels.attn_res import Config
     from k3_nvidia.tuning import attn_res as tuning
 
-    ring, other = bench_attnres.SWEEP[0], bench_attnres.SWEEP[1]
+    (ring, other), cluster, block = bench_attnres.MANY[:2], bench_attnres.CLUSTERS[0], bench_attnres.ONE_TOKEN[0]
     names = {bench_attnres.name_of(config): config for config in bench_attnres.SWEEP}
     assert len(names) == len(bench_attnres.SWEEP), "two configurations of one name"
     rows = {
@@ -79,13 +79,17 @@ def test_attn_res_table_takes_the_best_and_keeps_what_was_not_measured(tmp_path:
         f"T8192-n4 {bench_attnres.name_of(ring)}": {"us": 101.0},
         f"T8192-n4 {bench_attnres.name_of(other)}": {"us": 100.0},
         f"T8192-n8 {bench_attnres.name_of(ring)}": {"error": "check failed"},
+        f"T1-n8 {bench_attnres.name_of(block)}": {"us": 4.0},
+        f"T1-n8 {bench_attnres.name_of(cluster)}": {"us": 3.0},
     }
     results = {"environment": {"device": "a GPU", "date": "2026-11-30 00:00:00Z"}, "rows": rows}
     bench_attnres.write_table(results, tmp_path / "table.json")
     table = json.loads((tmp_path / "table.json").read_text())
-    chosen = {(row["max_tokens"], row["max_blocks"]): Config(**row["config"]) for row in table["rows"]}
+    rows = [((row["max_tokens"], row["max_blocks"]), Config(**row["config"])) for row in table["rows"]]
+    assert [config for bounds, config in rows if bounds == (3, 64)] == [cluster, block], "and who has no clusters?"
+    chosen = dict(rows)
     assert chosen[1 << 20, 2] == ring
     assert chosen[1 << 20, 5] == ring, "one kernel less to compile is worth 2 %"
     assert chosen[1 << 20, 64] == tuning.choose(8192, 8, 7168)
     assert list(chosen) == sorted(chosen), "bounds are tried in their order"
-    assert table["measured"].startswith("tokens x blocks 8192x1, 8192x4 ")
+    assert table["measured"].startswith("tokens x blocks 1x8, 8192x1, 8192x4 ")

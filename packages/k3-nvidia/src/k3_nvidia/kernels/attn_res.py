@@ -10,8 +10,10 @@ How it gets near that bound (docs/notes/attn-res-hopper.md has the figures):
 - Rows are taken in groups of GROUP: the two sums of every row of a group go through one cross-warp reduction, and
   the running softmax (online, as in flash attention) is rescaled once a group.
 - Programs are persistent, and the first rows of the next token are loaded before the last reduction of this one.
-- Launched programmatically dependent: weights are read and folded while the kernel before ends, and the product that
-  follows may ask for its own weights meanwhile.
+- Launched programmatically dependent: while the kernel before ends, weights are read and folded and the L2 is asked for
+  the first token's rows, and the product that follows may ask for its own weights meanwhile.
+- Few tokens: :mod:`k3_nvidia.kernels.attn_res_cluster`; many: :mod:`k3_nvidia.kernels.attn_res_ring`. The tuning table
+  says from where to where.
 
 All arithmetic is fp32; the prefix is rounded to bfloat16 before it is used as a source; the norm is applied to the fp32
 mix and rounded once.
@@ -30,8 +32,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_core.operators.triton_host import Launcher
+from k3_nvidia.kernels import attn_res_cluster
 from k3_nvidia.kernels.attn_res_ring import attn_res_ring_kernel
-from k3_nvidia.kernels.attn_res_rows import row_sums, store_row, sum2
+from k3_nvidia.kernels.attn_res_rows import ask_for_row, row_sums, store_row, sum2
 from k3_nvidia.kernels.glue import launch_options, pdl
 
 MAX_ROWS_A_GROUP = 5
@@ -181,6 +184,10 @@ def _attn_res_kernel(
         out_weight = _load_row(out_norm_ptr, H, CHUNK, KC, always)
     FIRST_END: tl.constexpr = GROUP if GROUP < ROWS else ROWS
     if PDL:
+        SECTORS: tl.constexpr = triton.next_power_of_2((H + 15) // 16)
+        ask_for_row(prefix_ptr + token * prefix_stride, H, SECTORS)
+        for j in tl.static_range(NUM_BLOCKS):
+            ask_for_row(bank_ptr + token * bank_stride + j * block_stride, H, SECTORS)
         gdc_wait()
     if PREFETCH:
         ahead = _load_group(
@@ -246,6 +253,7 @@ class Config:
     programs: persistent programs a multiprocessor (0: one program a token); maxnreg: register cap, None for none.
     ring: rows in a ring of asynchronous copies (:mod:`k3_nvidia.kernels.attn_res_ring`; group and prefetch do not
     matter then), 0 for rows in registers.
+    cluster: blocks a token (:mod:`k3_nvidia.kernels.attn_res_cluster`; nothing else matters then), 0 for none.
     """
 
     chunk: int
@@ -255,6 +263,7 @@ class Config:
     programs: int
     maxnreg: int | None = None
     ring: int = 0
+    cluster: int = 0
 
 
 _registers, _ring = Launcher(_attn_res_kernel), Launcher(attn_res_ring_kernel)
@@ -287,6 +296,13 @@ def supports(
     if write_block is not None and not num_blocks <= write_block < bank.shape[1]:
         return False, f"attn_res: write_block {write_block} must lie in {num_blocks}..{bank.shape[1] - 1}"
     return True, "attn_res: supported"
+
+
+def _clusters(num_blocks: int, prefix: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether the cluster kernel can take these operands here."""
+    if prefix.device.type != "cuda" or not attn_res_cluster.available()[0]:
+        return False
+    return attn_res_cluster.takes([prefix, *others], num_blocks)[0]
 
 
 def attn_res(
@@ -332,7 +348,14 @@ def attn_res(
             raise ValueError(f"attn_res: {name} must be contiguous with {hidden} elements")
     if tokens == 0:
         return out
-    chosen = config or tuning.choose(tokens, num_blocks, hidden)
+    weights = (norm_weight, proj_weight, output_norm_weight)
+    clusters = config is None and _clusters(num_blocks, prefix, delta, bank, out, *weights)
+    chosen = config or tuning.choose(tokens, num_blocks, hidden, clusters)
+    if chosen.cluster:
+        attn_res_cluster.launch(
+            out, prefix, delta, bank, weights, eps, output_norm_eps or 0.0, num_blocks, write_block, chosen.cluster
+        )
+        return out
     chunk = min(chosen.chunk, triton.next_power_of_2(hidden))
     grid = tokens if chosen.programs == 0 else min(tokens, chosen.programs * tuning.multiprocessors(prefix.device))
     arguments = (

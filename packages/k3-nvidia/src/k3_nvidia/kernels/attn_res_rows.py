@@ -36,3 +36,15 @@ def row_sums(row, folded, KC: tl.constexpr):
         squares += y * y
         products += y * folded[c]
     return squares, products
+
+
+@triton.jit
+def ask_for_row(ptr, H: tl.constexpr, SECTORS: tl.constexpr):
+    """Ask the L2 for the row of H 16-bit elements at ptr; SECTORS: the power of two from H / 16 up.
+
+    Nothing is read, so the row need not be final: what is written later is written in the L2.
+    """
+    at = tl.minimum(tl.arange(0, SECTORS) * 16, H - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr + at], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -8,81 +8,9 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.runtime import make_ptr
-from cutlass.cutlass_dsl import T, dsl_user_op
 
-# ----------------------------------------------------------------------------------------------------------- assembly
-
-
-@dsl_user_op
-def _policy(*, loc=None, ip=None):
-    """An L2 policy: evict first."""
-    return Int64(
-        llvm.inline_asm(
-            T.i64(), [], "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "=l", has_side_effects=False,
-            is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
-
-
-@dsl_user_op
-def _load16(address, inside, policy, weights, *, loc=None, ip=None):
-    """Four words at a global address; zeros, and no access, where ``inside`` is 0. Weights: read once, not kept."""
-    operands = [Int64(address).ir_value(loc=loc, ip=ip), Int32(inside).ir_value(loc=loc, ip=ip)]
-    constraints = "=r,=r,=r,=r,l,r"
-    if weights:
-        operands.append(Int64(policy).ir_value(loc=loc, ip=ip))
-        constraints += ",l"
-        load = "@p ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {$0, $1, $2, $3}, [$4], $6;"
-    else:
-        load = "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-    code = "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; " + load
-    struct = llvm.inline_asm(
-        llvm.StructType.get_literal([T.i32()] * 4), operands, code + " }", constraints.replace("=r", "=&r"),
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-    return tuple(Int32(llvm.extractvalue(T.i32(), struct, [i], loc=loc, ip=ip)) for i in range(4))
-
-
-@dsl_user_op
-def _prefetch(address, inside, *, loc=None, ip=None):
-    """Ask the L2 for the line at a global address where ``inside`` is not 0; nothing waits for it."""
-    llvm.inline_asm(
-        None, [Int64(address).ir_value(loc=loc, ip=ip), Int32(inside).ir_value(loc=loc, ip=ip)],
-        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p prefetch.global.L2 [$0]; }", "l,r,~{memory}",
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-
-
-@dsl_user_op
-def _mma(c, a, b, bf16, *, loc=None, ip=None):
-    """c += a b on one m16n8k16 tile: c 4 floats, a 4 words, b 2 words."""
-    kind = "bf16" if bf16 else "f16"
-    code = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    )
-    operands = [Int32(v).ir_value(loc=loc, ip=ip) for v in (*a, *b)]
-    operands += [Float32(v).ir_value(loc=loc, ip=ip) for v in c]
-    struct = llvm.inline_asm(
-        llvm.StructType.get_literal([T.f32()] * 4), operands, code, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-    return tuple(Float32(llvm.extractvalue(T.f32(), struct, [i], loc=loc, ip=ip)) for i in range(4))
-
-
-@dsl_user_op
-def _remote(address, rank, *, loc=None, ip=None):
-    """The float at this block's shared address in the shared memory of block ``rank`` of the cluster."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(), [Int32(address).ir_value(loc=loc, ip=ip), Int32(rank).ir_value(loc=loc, ip=ip)],
-            "{ .reg .b32 a; mapa.shared::cluster.u32 a, $1, $2; ld.shared::cluster.f32 $0, [a]; }", "=f,r,r",
-            has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
-
+from k3_nvidia.kernels.cute_asm import load16, mma, policy, prefetch, remote
 
 # -------------------------------------------------------------------------------------------------------------- kernel
 
@@ -106,7 +34,7 @@ def build(config, columns, bf16, residual, compile_only_for=None):
         warp, lane = thread // 32, thread % 32
         group, quarter = lane // 4, lane % 4
         tile, rank = block // cluster, block % cluster
-        policy = _policy()
+        evict = policy()
         # chunk of 32 columns of this warp: rank, warp, then unroll, then the next batch
         start = (rank * warps + warp) * (unroll * 32) + quarter * 8
         stride_k = cluster * warps * unroll * 32
@@ -133,16 +61,16 @@ def build(config, columns, bf16, residual, compile_only_for=None):
         for u in cutlass.range_constexpr(unroll):
             k = start + u * 32
             for r in cutlass.range_constexpr(2 * tiles):
-                _prefetch(w_rows[r] + Int64(k) * 2, Int32((k < k_size) & (quarter % 2 == 0)))
+                prefetch(w_rows[r] + Int64(k) * 2, Int32((k < k_size) & (quarter % 2 == 0)))
         cute.arch.griddepcontrol_wait()
         for u in cutlass.range_constexpr(unroll):
             k = start + u * 32
             for r in cutlass.range_constexpr(2 * tiles):
-                words = _load16(w_rows[r] + Int64(k) * 2, Int32(k < k_size), policy, True)
+                words = load16(w_rows[r] + Int64(k) * 2, Int32(k < k_size), evict, True)
                 for i in cutlass.range_constexpr(4):
                     now_w[(u * 2 * tiles + r) * 4 + i] = words[i]
             for c in cutlass.range_constexpr(columns):
-                words = _load16(x_rows[c] + Int64(k) * 2, Int32(k < k_size), policy, False)
+                words = load16(x_rows[c] + Int64(k) * 2, Int32(k < k_size), evict, False)
                 for i in cutlass.range_constexpr(4):
                     now_x[(u * columns + c) * 4 + i] = words[i]
 
@@ -151,11 +79,11 @@ def build(config, columns, bf16, residual, compile_only_for=None):
             for u in cutlass.range_constexpr(unroll):
                 k = base + u * 32
                 for r in cutlass.range_constexpr(2 * tiles):
-                    words = _load16(w_rows[r] + Int64(k) * 2, Int32(k < k_size), policy, True)
+                    words = load16(w_rows[r] + Int64(k) * 2, Int32(k < k_size), evict, True)
                     for i in cutlass.range_constexpr(4):
                         next_w[(u * 2 * tiles + r) * 4 + i] = words[i]
                 for c in cutlass.range_constexpr(columns):
-                    words = _load16(x_rows[c] + Int64(k) * 2, Int32(k < k_size), policy, False)
+                    words = load16(x_rows[c] + Int64(k) * 2, Int32(k < k_size), evict, False)
                     for i in cutlass.range_constexpr(4):
                         next_x[(u * columns + c) * 4 + i] = words[i]
             for u in cutlass.range_constexpr(unroll):
@@ -167,7 +95,7 @@ def build(config, columns, bf16, residual, compile_only_for=None):
                         for half in cutlass.range_constexpr(2):
                             h = 2 * half
                             a = (now_w[low + h], now_w[high + h], now_w[low + h + 1], now_w[high + h + 1])
-                            acc = _mma(acc, a, (now_x[b + h], now_x[b + h + 1]), bf16)
+                            acc = mma(acc, a, (now_x[b + h], now_x[b + h + 1]), bf16)
                         for i in cutlass.range_constexpr(4):
                             sums[at + i] = acc[i]
             for i in cutlass.range_constexpr(unroll * 2 * tiles * 4):
@@ -213,7 +141,7 @@ def build(config, columns, bf16, residual, compile_only_for=None):
                     at = row * width + m
                     total = whole[at]
                     for v in cutlass.range_constexpr(1, cluster):
-                        total = total + _remote((whole.iterator + at).toint(), v)
+                        total = total + remote((whole.iterator + at).toint(), v)
                     if cutlass.const_expr(residual):
                         total = total + others[m, n].to(Float32)
                     results[m, n] = total.to(element)

@@ -18,14 +18,22 @@ from k3_nvidia.kernels.attn_res import Config
 @functools.cache
 def _table() -> list[tuple[int, int, Config]]:
     """(largest number of tokens, largest number of blocks, choice), in the order they are tried."""
-    data = json.loads(Path(__file__).with_suffix(".json").read_text())
+    return read(Path(__file__).with_suffix(".json"))
+
+
+def read(path: Path) -> list[tuple[int, int, Config]]:
+    """The rows of a table's file."""
+    data = json.loads(path.read_text())
     return [(row["max_tokens"], row["max_blocks"], Config(**row["config"])) for row in data["rows"]]
 
 
-def choose(num_tokens: int, num_blocks: int, hidden_size: int) -> Config:
-    """The choice for a call: first row whose bounds hold; the last row has none."""
+def choose(num_tokens: int, num_blocks: int, hidden_size: int, clusters: bool = False) -> Config:
+    """The choice for a call: first row whose bounds hold; the last row has none.
+
+    clusters: whether the cluster kernel can take the call; without, its rows are passed over.
+    """
     for max_tokens, max_blocks, config in _table():
-        if num_tokens <= max_tokens and num_blocks <= max_blocks:
+        if num_tokens <= max_tokens and num_blocks <= max_blocks and (clusters or not config.cluster):
             return config
     return _table()[-1][2]
 
