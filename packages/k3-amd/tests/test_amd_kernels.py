@@ -27,7 +27,7 @@ from k3_amd.kernels.device import attn_res as attn_res_device
 from k3_amd.kernels.device import experts as experts_device
 from k3_amd.kernels.device import kda_chunk, kda_conv, kda_segment, kda_step, router
 from k3_core.operators import TABLE
-from k3_core.testing import conformance
+from k3_core.testing import conformance, far
 from k3_core.testing.triton_interpreter import round_to_nearest
 
 if launch.interpreting():
@@ -118,12 +118,24 @@ def test_conforms_on_a_device(name: str, arch: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("name", ["attn_res", "kda_prefill", "kda_decode", "state_gather", "state_scatter"])
+@pytest.mark.parametrize("name", TABLE)
 def test_offsets_beyond_32_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the oracle, with poison between the rows: copies of 8 GiB, up to five at a time."""
     synchronous_products(name, monkeypatch)
-    if torch.cuda.mem_get_info()[0] < 70 << 30:
-        pytest.skip("needs 70 GiB of device memory")
+    if torch.cuda.mem_get_info()[0] < 45 << 30:
+        pytest.skip("needs 45 GiB of device memory")
     conformance.run(name, IMPLEMENTATIONS[name], DEVICE, scales=("huge",)).raise_if_failed()
+
+
+FAR = {case.id: case for name in TABLE for case in far.cases(name, torch.bfloat16)}
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAR)
+def test_far_arguments_give_the_bits_of_dense_ones(name: str) -> None:
+    """The same cases in the interpreter, whose integers wrap as the device's do."""
+    far.check(FAR[name], IMPLEMENTATIONS[FAR[name].operator], torch.device("cpu"))
 
 
 @dataclass(frozen=True)

@@ -55,14 +55,22 @@ def test_real_cases_cover_the_released_sizes():
 
 
 def test_huge_cases_pass_two_to_the_31():
-    """Every operator has one; route's logits are float32 whatever the model's dtype."""
-    dtypes = [torch.bfloat16, torch.float32]
-    assert [name for name in TABLE if not list(conformance.cases(name, ("huge",), dtypes))] == []
-    for name in TABLE:
-        for case in conformance.cases(name, ("huge",), dtypes):
+    """Every row-strided argument and pool of every operator is far in one; logits are float32 in any model's dtype."""
+    for op in TABLE.values():
+        found = [c for c in conformance.cases(op.name, ("huge",)) if c.options["far"] != ("weights",)]
+        wanted = {a.name for a in op.args if a.layout in ("rows", "pool", "conv_pool") or a.name == "bank"}
+        assert {name for c in found for name in c.options["far"]} == wanted
+        for case in found:
             inputs = case.inputs(torch.device("cpu"))
-            reach = [(inputs.tensors[n].shape[0] - 1) * s[0] for n, s in inputs.strides.items() if n in inputs.tensors]
-            assert max(reach) >= 2**31, case.id
+            for name in case.options["far"]:
+                like = {"situ": "x", "experts": "x", "gated_norm": "o", "short_conv": "x"}.get(op.name, "z")
+                rows = inputs.tensors[name if name != "out" else like].shape[0]
+                assert 2**31 <= (rows - 1) * inputs.strides[name][0] < 2**31 + 2**16, case.id
+
+
+def test_a_huge_case_has_expert_weights_beyond_two_to_the_31():
+    (case,) = [c for c in conformance.cases("experts", ("huge",), [torch.bfloat16]) if c.options["far"] == ("weights",)]
+    assert (case.sizes["E"] // 2 - 1) * 2 * case.sizes["I"] * case.sizes["L"] // 2 > 2**31
 
 
 def test_oracle_equals_the_contract():

@@ -194,8 +194,28 @@ def alone(case: Case, inputs: Inputs, sequence: int) -> tuple[Inputs, slice]:
     return replace(inputs, tensors=tensors, strides=strides, free_rows=free), rows
 
 
-#: Elements between rows or slots of "huge" cases: the third is beyond 2^31 elements.
-HUGE_GAP = (1 << 30) + 1024
+#: Elements between the first and the last row (or slot) of an argument that is far in a "huge" case.
+FAR = 1 << 31
+
+
+def far(value: Tensor) -> tuple[int, ...]:
+    """Strides of a tensor whose last row lies FAR elements behind its first; axes after the first stay contiguous.
+
+    With R rows a row is FAR / (R - 1) from the next: that offset, and that of a few rows in a tile, fits 32 bits, as
+    those of a model's activations do; a row's number times the stride does not.
+    """
+    step = -(-FAR // (value.shape[0] - 1))
+    return (-(-step // 64) * 64, *torch.empty(value.shape[1:], device="meta").stride())
+
+
+def far_strides(case: Case, **values: Tensor) -> dict[str, tuple[int, ...]]:
+    """Strides of the arguments that a "huge" case places far."""
+    return {name: far(values[name]) for name in case.options["far"] if name in values}
+
+
+def far_name(options: Mapping[str, Any]) -> str:
+    """What a case's name says of them."""
+    return "".join(f".far_{name}" for name in options.get("far", ()))
 
 
 def padded(value: Tensor, gap_bytes: int = 16) -> tuple[int, ...]:

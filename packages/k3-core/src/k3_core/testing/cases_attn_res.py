@@ -10,7 +10,7 @@ from torch import Tensor
 
 from k3_core.contracts.attn_res import mix
 from k3_core.operators.spec import EXACT
-from k3_core.testing.case import Case, Draw, Inputs, Sizes, padded
+from k3_core.testing.case import Case, Draw, Inputs, Sizes, far_name, far_strides, padded
 from k3_core.testing.compare import Expected
 
 EPS, NORM_EPS = 1e-5, 1e-5
@@ -56,7 +56,7 @@ def make(case: Case, draw: Draw) -> Inputs:
         }
         strides["bank"] = (M * (H + 8) + 16, H + 8, 1)
     if case.scale == "huge":
-        strides["bank"] = ((1 << 31) // (T - 1) // 8 * 8 + 8, H, 1)
+        strides = far_strides(case, **tensors)
     return Inputs(tensors, scalars, strides, free_rows)
 
 
@@ -92,13 +92,15 @@ def _case(dtype: torch.dtype, scale: Sizes, T: int, H: int, M: int, n: int, **mo
     on = [k for k in ("delta", "norm", "strided", "special", "neighbour_nan") if options.get(k)]
     name = ".".join([f"n{n}", *on, *([f"write{options['write_block']}"] if options["write_block"] is not None else [])])
     name += f".x{options['large']:g}" if "large" in options else ""
+    name += far_name(options)
     return Case("attn_res", f"{name}.T{T}.H{H}", dtype, make, expect, {"T": T, "H": H, "M": M}, options, scale)
 
 
 def cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """All cases of one dtype and size class."""
     if scale == "huge":
-        yield _case(dtype, scale, 5, 7168, 8, 8, write_block=None, norm=True)
+        for far in ("bank", "prefix", "delta"):
+            yield _case(dtype, scale, 5, 7168, 9, 8, write_block=8, norm=True, far=(far,))
         return
     H, T = (64, 17) if scale == "small" else (7168, 67)
     for n in range(9):

@@ -15,7 +15,7 @@ from torch import Tensor
 from k3_core.contracts import kda
 from k3_core.operators.spec import Bound
 from k3_core.testing import oracle
-from k3_core.testing.case import HUGE_GAP, Case, Draw, Inputs, Sizes, padded
+from k3_core.testing.case import Case, Draw, Inputs, Sizes, far, far_name, far_strides, padded
 from k3_core.testing.compare import Expected
 
 W = 4
@@ -123,13 +123,22 @@ def conv_pool_stride(layout: str, C: int, P: int, gap: int) -> tuple[int, int, i
 
 
 def _conv_strides(case: Case, t: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    gap = HUGE_GAP if case.scale == "huge" else 64 if case.options["strided"] else 0
+    gap = 64 if case.options["strided"] else 0
     strides: dict[str, tuple[int, ...]] = {
         "conv_state": conv_pool_stride(case.options["layout"], case.sizes["C"], case.sizes["P"], gap)
     }
+    if case.scale == "huge":
+        strides |= far_strides(case, x=t["x"], out=t["x"]) | far_conv(case, t["conv_state"])
     if case.options["strided"]:
         strides |= {"x": padded(t["x"]), "slot_mapping": (3,), "out": padded(t["x"], 32)}
     return strides
+
+
+def far_conv(case: Case, pool_tensor: Tensor) -> dict[str, tuple[int, ...]]:
+    """The conv pool's strides where a "huge" case places it far: channels contiguous."""
+    if "conv_state" not in case.options["far"]:
+        return {}
+    return {"conv_state": (far(pool_tensor)[0], 1, pool_tensor.shape[1])}
 
 
 def expect_conv(case: Case, inputs: Inputs) -> dict[str, Expected]:
@@ -189,7 +198,7 @@ def make_prefill(case: Case, draw: Draw) -> Inputs:
     tensors |= index
     strides: dict[str, tuple[int, ...]] = {}
     if case.scale == "huge":
-        strides = {"recurrent_state": ((1 << 30) + 1024, V * K, K, 1)}
+        strides = far_strides(case, **tensors, out=tensors["v"])
     elif o["strided"]:
         strides = {name: padded(tensors[name], 16 * (i + 1)) for i, name in enumerate(inputs)}
         strides |= {"recurrent_state": padded(tensors["recurrent_state"], 512), "slot_mapping": (3,)}
@@ -251,7 +260,7 @@ def make_norm(case: Case, draw: Draw) -> Inputs:
     tensors["weight"] = draw.uniform(D, low=0.5, high=1.5)
     strides = {"o": padded(tensors["o"]), "gate": padded(tensors["gate"], 48), "out": padded(tensors["o"], 32)}
     if case.scale == "huge":
-        strides = dict.fromkeys(strides, padded(tensors["o"], HUGE_GAP * tensors["o"].element_size()))
+        strides = far_strides(case, o=tensors["o"], gate=tensors["gate"], out=tensors["o"])
     return Inputs(tensors, {"eps": 1e-5}, strides if case.options["strided"] else {})
 
 
@@ -284,14 +293,15 @@ def _conv_case(dtype: torch.dtype, scale: Sizes, C: int, lengths: Sequence[int],
     }
     on = [o["layout"], *(["strided"] if o["strided"] else []), *([f"spec{o['num_spec']}"] if o["num_spec"] else [])]
     on += ["null"] if o.get("null") else []
-    name = f"{'_'.join(map(str, lengths))}.{'.'.join(on)}.C{C}"
+    name = f"{'_'.join(map(str, lengths))}.{'.'.join(on)}.C{C}{far_name(o)}"
     return Case("short_conv", name, dtype, make_conv, expect_conv, sizes, o, scale)
 
 
 def conv_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """short_conv."""
     if scale == "huge":
-        yield _conv_case(dtype, scale, 3 * 6 * 128, (65, 3))
+        for far_one in ("conv_state", "x", "out"):
+            yield _conv_case(dtype, scale, 3 * 6 * 128, (65, 3), far=(far_one,))
         return
     for C in (48,) if scale == "small" else (3 * 6 * 128, 3 * 12 * 128, 3 * 96 * 128):
         for i, layout in enumerate(("SD", "DS")):
@@ -329,7 +339,7 @@ def _prefill_case(
     ]
     on += ["bf16state"] if o["state_dtype"] is torch.bfloat16 else []
     lens = "_".join(map(str, lengths)) if B < 8 else f"all{B}"
-    shape = f"N{N}.D{D}" + (f".V{o['V']}" if "V" in o else "")
+    shape = f"N{N}.D{D}" + (f".V{o['V']}" if "V" in o else "") + far_name(o)
     name = ".".join([lens, gate, bound, *on, *(["fresh"] if not any(o["init"]) else []), shape])
     return Case("kda_prefill", name, dtype, make_prefill, expect_prefill, sizes, o, scale)
 
@@ -337,7 +347,8 @@ def _prefill_case(
 def prefill_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """kda_prefill."""
     if scale == "huge":
-        yield _prefill_case(dtype, scale, 6, 128, (65, 3), "long")
+        for far_one in ("recurrent_state", "q", "k", "v", "z", "beta", "out"):
+            yield _prefill_case(dtype, scale, 6, 128, (65, 3), "long", far=(far_one,))
         return
     N, D = (2, 16) if scale == "small" else (6, 128)
     for gate in GATES:
@@ -369,7 +380,9 @@ def norm_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     shapes: Sequence[tuple[int, int, int]] = ((5, 2, 16), (1, 3, 32), (0, 2, 16), (33, 1, 128))
     if scale != "small":
         shapes = ((3, 6, 128),) if scale == "huge" else tuple((67, n, 128) for n in (6, 12, 96))
+    far_ones = ("o", "gate", "out") if scale == "huge" else ("",)
     for i, (T, N, D) in enumerate(shapes):
-        sizes, o = {"T": T, "N": N, "D": D}, {"strided": i % 2 == 0}
-        name = f"T{T}.N{N}.D{D}" + (".strided" if o["strided"] else "")
-        yield Case("gated_norm", name, dtype, make_norm, expect_norm, sizes, o, scale)
+        for far_one in far_ones:
+            sizes, o = {"T": T, "N": N, "D": D}, {"strided": i % 2 == 0, "far": (far_one,) if far_one else ()}
+            name = f"T{T}.N{N}.D{D}" + (".strided" if o["strided"] else "") + far_name(o)
+            yield Case("gated_norm", name, dtype, make_norm, expect_norm, sizes, o, scale)

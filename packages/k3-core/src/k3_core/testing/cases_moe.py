@@ -13,7 +13,7 @@ from k3_core.contracts.mxfp4 import unpack
 from k3_core.contracts.situ import silu_and_mul, situ_and_mul
 from k3_core.operators import ExpertWeights
 from k3_core.operators.table import ROUTE
-from k3_core.testing.case import HUGE_GAP, Case, Draw, Inputs, Sizes, padded
+from k3_core.testing.case import Case, Draw, Inputs, Sizes, far_name, far_strides, padded
 from k3_core.testing.compare import Expected, Outcome, compare
 
 NAN = float("nan")
@@ -28,8 +28,9 @@ def make_situ(case: Case, draw: Draw) -> Inputs:
         x[0, :5] = torch.tensor([0.0, -1.0, 4.0, 100.0, -3e4], device=draw.device)
         x[0, width : width + 5] = torch.tensor([0.0, 2.0, 25.0, -3e4, 100.0], device=draw.device)
     tensors = {"x": x.to(case.dtype)}
-    gaps = (HUGE_GAP * tensors["x"].element_size(),) * 2 if case.scale == "huge" else (16, 32)
-    strides = {"x": padded(tensors["x"], gaps[0]), "out": padded(tensors["x"][:, :width], gaps[1])}
+    strides = {"x": padded(tensors["x"]), "out": padded(tensors["x"][:, :width], 32)}
+    if case.scale == "huge":
+        strides = far_strides(case, x=tensors["x"], out=tensors["x"][:, :width])
     scalars = {"beta": BETA, "linear_beta": case.options["linear_beta"]}
     return Inputs(tensors, scalars, strides if case.options["strided"] else {})
 
@@ -47,10 +48,13 @@ def situ_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
         shapes = [(67, 192), (512, 384), (5, 6144), (33, 33792)]
     elif scale == "huge":
         shapes = [(3, 192)]
+    variants = [(linear, ()) for linear in (LINEAR_BETA, None)]
+    if scale == "huge":
+        variants = [(LINEAR_BETA, ("x",)), (LINEAR_BETA, ("out",))]
     for i, (T, width) in enumerate(shapes):
-        for linear in (LINEAR_BETA, None):
-            o = {"strided": i % 2 == 0, "linear_beta": linear}
-            name = f"T{T}.I{width}" + (".strided" if o["strided"] else "") + ("" if linear else ".linear")
+        for linear, far in variants:
+            o = {"strided": i % 2 == 0, "linear_beta": linear, "far": far}
+            name = f"T{T}.I{width}" + (".strided" if o["strided"] else "") + ("" if linear else ".linear") + far_name(o)
             yield Case("situ", name, dtype, make_situ, expect_situ, {"T": T, "I": width}, o, scale)
 
 
@@ -74,8 +78,9 @@ def make_route(case: Case, draw: Draw) -> Inputs:
         "top_k": case.sizes["X"], "renormalize": o["renormalize"], "routed_scaling_factor": o["factor"],
         "num_expert_group": o["groups"], "topk_group": o["kept"],
     }  # fmt: skip
-    gap = HUGE_GAP * logits.element_size() if case.scale == "huge" else 64
-    return Inputs(tensors, scalars, {"logits": padded(logits, gap)} if o["strided"] else {})
+    if case.scale == "huge":
+        return Inputs(tensors, scalars, far_strides(case, logits=logits))
+    return Inputs(tensors, scalars, {"logits": padded(logits, 64)} if o["strided"] else {})
 
 
 def expect_route(case: Case, inputs: Inputs) -> dict[str, Expected]:
@@ -154,9 +159,10 @@ def route_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
         {"groups": 4, "kept": 4}, {"groups": 2, "kept": 1, "bias": False, "strided": True},
     ]  # fmt: skip
     if scale == "huge":
-        T, variants = 3, [{"strided": True}]
+        T, variants = 3, [{"far": ("logits",)}]
     for v in variants:
-        name = "_".join(f"{k}{x}" for k, x in v.items()) or "plain"
+        name = "_".join(f"{k}{x}" for k, x in v.items() if k != "far") or "plain"
+        name += far_name(v)
         yield Case(
             "route", f"{name}.T{T}.A{A}", dtype, make_route, expect_route, {"T": T, "A": A, "X": X},
             _told({**base, **v}), scale, check_route,
@@ -207,8 +213,9 @@ def make_experts(case: Case, draw: Draw) -> Inputs:
         "weights": weights, "hidden_act": o["act"], "situ_beta": BETA if situ else None,
         "situ_linear_beta": LINEAR_BETA if situ else None,
     }  # fmt: skip
-    gaps = (HUGE_GAP * tensors["x"].element_size(),) * 2 if case.scale == "huge" else (16, 32)
-    strides = {"x": padded(tensors["x"], gaps[0]), "out": padded(tensors["x"], gaps[1])} if o["strided"] else {}
+    strides = {"x": padded(tensors["x"]), "out": padded(tensors["x"], 32)} if o["strided"] else {}
+    if case.scale == "huge":
+        strides = far_strides(case, x=tensors["x"], out=tensors["x"])
     return Inputs(tensors, scalars, strides)
 
 
@@ -244,11 +251,14 @@ def expert_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
         on = [o["act"], "mxfp4" if o["packed"] else "dense", *([f"pad{o['padding']}"] if o["padding"] else [])]
         on += [k for k in ("strided", "one_expert") if o.get(k)]
         sizes = {"T": T, "E": E, "A": A, "L": L, "I": width, "X": X}
-        name = f"T{T}.E{E}of{A}.L{L}.I{width}.X{X}.{'.'.join(on)}"
+        name = f"T{T}.E{E}of{A}.L{L}.I{width}.X{X}.{'.'.join(on)}{far_name(o)}"
         return Case("experts", name, dtype, make_experts, expect_experts, sizes, o, scale)
 
     if scale == "huge":
-        yield case(3, 8, 8, 256, 192, 3, strided=True)
+        for far in ("x", "out"):
+            yield case(3, 8, 8, 256, 192, 3, far=(far,))
+        # Whole experts on few ranks: 4.9 billion bytes of gate and up codes, beyond 2^31 from expert 196 on.
+        yield case(3, 448, 448, 3584, 3072, 3, far=("weights",))
         return
     if scale == "small":
         yield case(17, 8, 8, 64, 32, 3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from k3_core.testing.case import Case, Draw, Inputs, Sizes, padded
+from k3_core.testing.case import Case, Draw, Inputs, Sizes, far_strides, padded
 from k3_core.testing.cases_kda import row_masks
 from k3_core.testing.compare import Expected
 
@@ -27,7 +27,7 @@ def _indices(case: Case, draw: Draw) -> torch.Tensor:
 def _strides(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     cache = tensors["cache"]
     if case.scale == "huge":
-        return {"cache": ((1 << 30) + 1024, *torch.empty(cache.shape[1:], device="meta").stride())}
+        return far_strides(case, cache=cache)
     if not case.options["strided"]:
         return {}
     strides: dict[str, tuple[int, ...]] = {"cache": padded(cache, 1040), "indices": (2,)}
@@ -83,7 +83,7 @@ def cases(operator: str, dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     S, N, V, K = {"small": (9, 2, 8, 16), "real": (40, 12, 128, 128), "huge": (3, 6, 128, 128)}[scale]
 
     def case(R: int, index: torch.dtype, strided: bool, flags: bool = False) -> Case:
-        o: dict[str, Any] = {"index": index, "strided": strided, "flags": flags}
+        o: dict[str, Any] = {"index": index, "strided": strided, "flags": flags, "far": ("cache",)}
         name = f"R{R}.{'i64' if index is torch.int64 else 'i32'}" + (".strided" if strided else "")
         name += ".flags" if flags else ""
         sizes = {"R": R, "S": S, "N": N, "V": V, "K": K}

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from k3_core.contracts import kda
 from k3_core.testing import oracle
-from k3_core.testing.case import Case, Draw, Inputs, Sizes, padded
+from k3_core.testing.case import Case, Draw, Inputs, Sizes, far_name, far_strides, padded
 from k3_core.testing.cases_kda import (
     NAN,
     W,
     conv_pool_stride,
     convolve,
+    far_conv,
     gate_parameters,
     gated_norm,
     pool,
@@ -25,6 +26,8 @@ from k3_core.testing.cases_kda import (
 from k3_core.testing.compare import Expected
 
 O_EPS = 1e-5
+#: Arguments that "huge" cases place far, one a case.
+FAR_ARGUMENTS = ("conv_state", "recurrent_state", "qkv", "z", "beta", "gate", "out")
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)
 
 
@@ -55,7 +58,7 @@ def _strides(case: Case, t: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
         "conv_state": conv_pool_stride(o["layout"], 3 * N * D, case.sizes["P"], 64 if o["strided"] else 0)
     }
     if case.scale == "huge":
-        strides["recurrent_state"] = ((1 << 30) + 1024, D * D, D, 1)
+        strides |= far_strides(case, **t, out=t["z"]) | far_conv(case, t["conv_state"])
     elif o["strided"]:
         strides |= {name: padded(t[name], 16 * (i + 1)) for i, name in enumerate(("qkv", "z", "gate"))}
         strides |= {"recurrent_state": padded(t["recurrent_state"], 512), "beta": padded(t["beta"], 4)}
@@ -233,7 +236,7 @@ def _label(o: dict[str, Any], N: int, D: int) -> str:
     on += ["softplus"] if o["lower_bound"] is None else []
     on += ["bf16state"] if o["state_dtype"] is torch.bfloat16 else []
     on += ["i64"] if o["index"] is torch.int64 else []
-    return ".".join([o["gate"], *on, f"N{N}.D{D}"])
+    return ".".join([o["gate"], *on, f"N{N}.D{D}"]) + far_name(o)
 
 
 def _decode_case(dtype: torch.dtype, scale: Sizes, T: int, N: int, D: int, **more: Any) -> Case:
@@ -248,7 +251,8 @@ def _decode_case(dtype: torch.dtype, scale: Sizes, T: int, N: int, D: int, **mor
 def decode_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """kda_decode."""
     if scale == "huge":
-        yield _decode_case(dtype, scale, 2, 6, 128, gate="long")
+        for far in FAR_ARGUMENTS:
+            yield _decode_case(dtype, scale, 3, 6, 128, gate="long", far=(far,))
         return
     N, D, i64 = (2, 16, torch.int64) if scale == "small" else (6, 128, torch.int64)
     for gate in ("mixed", "bound", "long"):
@@ -287,7 +291,8 @@ def _verify_case(
 def verify_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """kda_verify: every accepted count, rows without drafts, padding rows, tables that end early."""
     if scale == "huge":
-        yield _verify_case(dtype, scale, 6, 128, 1, (2,), (2,), gate="long")
+        for far in FAR_ARGUMENTS:
+            yield _verify_case(dtype, scale, 6, 128, 1, (2,), (2,), gate="long", far=(far,))
         return
     N, D = (2, 16) if scale == "small" else (6, 128)
     i64 = torch.int64
