@@ -1,14 +1,17 @@
 """Do several ranks compute what one does? Engines over two GPUs of one host, and the forms of the MoE reduction timed.
 
-    python packages/k3-nvidia/benchmarks/ranks.py [--parts engines,reductions] [--modes eager,graphs]
-        [--forms merged,sharded,separate] [--kinds tp2,ep2] [--launch external,mp] [--seconds 560]
+    python packages/k3-nvidia/benchmarks/ranks.py [--parts engines,reductions] [--modes graphs,eager]
+        [--forms merged,sharded,separate] [--kinds tp2,ep2] [--launch external,mp] [--together 7] [--seconds 560]
 
 engines: a tiny Kimi K3 with kernel-sized heads is served by one rank, then with tensor parallelism over two (tp2) and
 with whole experts distributed over them (ep2), each reduction form forced in turn, eager and with CUDA graphs; texts
 that are read in chunks, and images of several sizes in the same batch, which the ranks encode in parallel. tp2pp2 is
 four ranks, the pipeline cut inside a block of attention residuals; on a CPU only.
 
-The rule is that of runs.py, against the run of one rank; and all ranks say the same, bit for bit.
+The rule is that of runs.py, against the run of one rank; and all ranks say the same, bit for bit. A kind and a form
+have processes of their own, which serve the modes one after another; ``--together`` of these groups run at a time on
+the same GPUs (a fixed cache each), since most of a case is the start of an engine, and a result is compared as soon as
+it and that of one rank are there.
 
 reductions: see bench_reductions.py.
 
@@ -22,9 +25,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +86,7 @@ def case(name: str, folder: Path, asked: dict[str, Any], mode: str, **options: A
     }
     if on_gpu():
         # A fixed cache: other programs may share the devices, so free memory says nothing.
-        common |= {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05}
+        common |= {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}
     common |= {"enforce_eager": True} if mode == "eager" else {"compilation_config": gpu_smoke.GRAPHS}
     vendor = ["nvidia", "k3_nvidia"]
     return {
@@ -191,41 +196,64 @@ def as_asked(result: world.Result) -> bool:
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
-def run_engines(limits: argparse.Namespace) -> bool:
-    """One rank, then each kind against it; True if every case ran and is right."""
+def groups(limits: argparse.Namespace, folder: Path, asked: dict[str, Any]) -> list[tuple[int, list[dict[str, Any]]]]:
+    """(ranks, cases) of what shares processes: one rank first, then each form of each kind."""
     modes = limits.modes.split(",") if on_gpu() else ["eager"]
-    forms = limits.forms.split(",")
-    right = True
+    forms, kinds = limits.forms.split(","), limits.kinds.split(",")
+    wanted = [(form, kind) for form in forms for kind in kinds if kind != "tp2pp2" or form == forms[0]]
+    ranks = {"tp2": 2, "ep2": 2, "tp2pp2": 4}
+    several = [(ranks[kind], cases(kind, folder, asked, modes, [form])) for form, kind in wanted]
+    return [(1, cases("one", folder, asked, modes, forms)), *several]
+
+
+def run_engines(limits: argparse.Namespace) -> bool:
+    """Every group, ``limits.together`` at a time; True if every case ran and is right."""
+    found: queue.Queue[world.Result | None] = queue.Queue()
+
+    def produce(ranks: int, todo: list[dict[str, Any]]) -> None:
+        try:
+            for result in engines(todo, ranks, limits):
+                found.put(result)
+        finally:
+            found.put(None)
+
     with tempfile.TemporaryDirectory() as work:
         folder, pad = checkpoint(Path(work))
-        asked = requests(pad)
-        alone_results = {}
-        for result in engines(cases("one", folder, asked, modes, forms), 1, limits):
-            alone_results[result.case["name"].split()[-1]] = result
-        found = []
-        for kind in limits.kinds.split(","):
-            todo = cases(kind, folder, asked, modes, forms if kind != "tp2pp2" else forms[:1])
-            results = list(engines(todo, 4 if kind == "tp2pp2" else 2, limits))
-            right &= len(results) == len(todo)
-            found += results
-        right &= compare_all(folder, alone_results, found)
-    return right
+        todo = groups(limits, folder, requests(pad))
+        with ThreadPoolExecutor(limits.together if on_gpu() else 1) as pool:
+            running = [pool.submit(produce, *group) for group in todo]
+            right = compare_all(folder, found, len(running))
+        for group in running:
+            group.result()
+    return right == sum(len(cases) for _, cases in todo)
 
 
-def compare_all(folder: Path, alone_results: dict[str, world.Result], found: list[world.Result]) -> bool:
-    """Rows of all cases, after the engines are gone from the devices."""
+def compare_all(folder: Path, found: queue.Queue[world.Result | None], producers: int) -> int:
+    """Rows of all results as they come, those that one rank's must come before held back; how many are right."""
     reference = Judge(folder) if on_gpu() else None
-    right = True
-    for result in [*alone_results.values(), *found]:
-        mode = result.case["name"].split()[-1]
-        if mode not in alone_results:
-            say(part="engines", case=result.case["name"], ok=False, why=f"one rank did not run with {mode}")
-            right = False
+    alone_outputs: dict[str, list[dict[str, Any]]] = {}
+    waiting: list[world.Result] = []
+    right = 0
+    while producers:
+        result = found.get()
+        if result is None:
+            producers -= 1
             continue
-        ranks = alone_results[mode].ranks
-        assert ranks is not None
-        right &= judge(result, reference, ranks[0]["outputs"])
+        waiting.append(result)
+        if result.case["name"].startswith("one "):
+            assert result.ranks is not None
+            alone_outputs[mode_of(result)] = result.ranks[0]["outputs"]
+        for ready in [one for one in waiting if mode_of(one) in alone_outputs]:
+            waiting.remove(ready)
+            right += judge(ready, reference, alone_outputs[mode_of(ready)])
+    for result in waiting:
+        say(part="engines", case=result.case["name"], ok=False, why="one rank did not run in this mode")
     return right
+
+
+def mode_of(result: world.Result) -> str:
+    """eager or graphs."""
+    return str(result.case["name"].split()[-1])
 
 
 def run_reductions(limits: argparse.Namespace) -> bool:
@@ -258,10 +286,11 @@ def main() -> int:
     """All wanted parts, each guarded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default="engines,reductions")
-    parser.add_argument("--modes", default="eager,graphs")
+    parser.add_argument("--modes", default="graphs,eager")
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--kinds", default="tp2,ep2", help="tp2, ep2, tp2pp2")
     parser.add_argument("--launch", default="external,mp")
+    parser.add_argument("--together", type=int, default=7, help="groups of ranks at a time on GPUs")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192")
     parser.add_argument("--ranks", type=int, default=2, help="of the reductions")
     parser.add_argument("--case-seconds", type=float, default=150)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -50,13 +51,15 @@ class Log:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._one_at_a_time = threading.Lock()
 
     def say(self, **values: Any) -> None:
-        """Write a row."""
-        print(json.dumps(values), flush=True)
-        if os.environ.get("OUT"):
-            with (Path(os.environ["OUT"]) / self.name).open("a") as log:
-                log.write(json.dumps(values) + "\n")
+        """Write a row; from any thread."""
+        with self._one_at_a_time:
+            print(json.dumps(values), flush=True)
+            if os.environ.get("OUT"):
+                with (Path(os.environ["OUT"]) / self.name).open("a") as log:
+                    log.write(json.dumps(values) + "\n")
 
 
 def run_parts(
