@@ -27,7 +27,8 @@ import torch
 from k3_nvidia.kernels import experts as ours
 from k3_nvidia.kernels import moe_layout
 
-TOKENS = (32, 8192, 1, 1024, 8, 128)  # the rows that matter most first
+TOKENS = (8192, 1, 1024, 8, 32, 128)  # the rows that matter most first
+SHAPES = (case.TP16, case.TP8, case.EP16)
 
 
 def released_weights(shape: case.Shape, seed: int) -> dict[str, torch.Tensor]:
@@ -246,6 +247,23 @@ def warm(shape: case.Shape, tokens: int) -> None:
     torch.cuda.synchronize()
 
 
+def report(key: str, row: dict[str, Any], seconds: float) -> list[list[Any]]:
+    """Print one row; its line of the table at the end, if it has figures."""
+    if "error" in row:
+        print(f"{key}: {row['error'][:400]} {row.get('where', '')[-500:]}", flush=True)
+        return []
+    if key.endswith("repack"):
+        print(f"{key}: {row['repack_us'] / 1e3:.2f} ms, {row['repack_over_read']:.3f} of reading", flush=True)
+        return []
+    best = row["graph_us"] or row["cold_us"]
+    line = [key, *(best.get(n, float("nan")) for n in ("ours", "marlin", "humming")), row.get("ratio", float("nan"))]
+    line += [row["w13_us"], row["w2_us"], row["weight_floor_us"], row["flop_floor_us"]]
+    print(" ".join(f"{c:.2f}" if isinstance(c, float) else str(c) for c in line), f"[{seconds:.1f} s]", flush=True)
+    for name, why in row["refused"].items():
+        print(f"   {name} refused: {why[:300]}", flush=True)
+    return [line]
+
+
 def run(out: Path, slices: list[str]) -> None:
     """All rows whose key contains one of ``slices`` (all if empty); resumable.
 
@@ -256,18 +274,18 @@ def run(out: Path, slices: list[str]) -> None:
     ceilings = {"copy_bytes_per_s": harness.copy_bandwidth(), "matrix_flops": harness.matrix_rate()}
     results.record |= ceilings
     lines = []
-    names = [(shape, t) for shape in (case.TP8, case.TP16, case.EP16) for t in TOKENS]
+    names = [(shape, t) for shape in SHAPES for t in TOKENS]
     workers = [
         subprocess.Popen([sys.executable, __file__, "--warm", shape.name, str(t)])
         for shape, t in names
         if f"{shape.name}.{t}" not in results.rows and (not slices or any(k in f"{shape.name}.{t}" for k in slices))
     ]
-    for shape in (case.TP8, case.TP16, case.EP16):
-        keys = [f"{shape.name}.{t}" for t in TOKENS] + [f"{shape.name}.repack"]
+    for shape, repack in [(s, False) for s in SHAPES] + [(s, True) for s in SHAPES]:
+        keys = [f"{shape.name}.repack"] if repack else [f"{shape.name}.{t}" for t in TOKENS]
         wanted = [k for k in keys if k not in results.rows and (not slices or any(s in k for s in slices))]
         if not wanted or time.time() - began > budget:
             continue
-        bench = ShapeBench(shape, 1) if any(not k.endswith("repack") for k in wanted) else None
+        bench = None if repack else ShapeBench(shape, 1)
         for worker in workers:
             worker.wait()
         for key in wanted:
@@ -275,33 +293,13 @@ def run(out: Path, slices: list[str]) -> None:
             if start - began > budget:
                 print(f"{key}: not started, {budget:.0f} s are over", flush=True)
                 continue
-            if key.endswith("repack"):
+            if bench is None:
                 row = results.row(key, lambda shape=shape: measure_repack(shape))
             else:
                 tokens = int(key.split(".")[1])
                 row = results.row(key, lambda bench=bench, tokens=tokens: measure(bench, tokens, ceilings))
             assert row is not None
-            if "error" in row:
-                print(f"{key}: {row['error'][:400]} {row.get('where', '')[-500:]}", flush=True)
-                continue
-            if key.endswith("repack"):
-                print(f"{key}: {row['repack_us'] / 1e3:.2f} ms, {row['repack_over_read']:.3f} of reading", flush=True)
-                continue
-            best = row["graph_us"] or row["cold_us"]
-            line = [
-                key,
-                *(best.get(n, float("nan")) for n in ("ours", "marlin", "humming")),
-                row.get("ratio", float("nan")),
-            ]
-            line += [row["w13_us"], row["w2_us"], row["weight_floor_us"], row["flop_floor_us"]]
-            lines.append(line)
-            print(
-                " ".join(f"{c:.2f}" if isinstance(c, float) else str(c) for c in line),
-                f"[{time.time() - start:.1f} s]",
-                flush=True,
-            )
-            for name, why in row["refused"].items():
-                print(f"   {name} refused: {why[:300]}", flush=True)
+            lines += report(key, row, time.time() - start)
         del bench
         torch.cuda.empty_cache()
     print(harness.table(lines, ["row", "ours", "marlin", "humming", "ratio", "w13", "w2", "byte floor", "flop floor"]))

@@ -126,7 +126,8 @@ def reference_products(
     order). local: expert of each pair (token * top_k + slot), < 0 elsewhere.
     """
     order = torch.where(local >= 0, local, experts.num_experts).argsort(stable=True)
-    places, results = [], []
+    wide = experts.width if product == "w13" else experts.latent
+    places, results = [order[:0]], [rows.new_empty(0, wide, dtype=torch.float64)]  # a rank may hold none of the experts
     for e in some_experts(local):
         at = (local[order] == e).nonzero().flatten()
         w = {k: dequantise(*v) for k, v in moe_layout.unpack_expert(experts, e).items()}

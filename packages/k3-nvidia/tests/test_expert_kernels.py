@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -328,6 +329,29 @@ def test_tiles_of_the_tables_at_long_prefill(width: int) -> None:
     table = dict.fromkeys([*plans(experts._device_name(), width), *plans("default", width)])
     for plan in table:
         check_counted(plan, tuple(counts), width, 3584, rounds=3)
+
+
+def test_the_sweep_judges_products_by_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tuning sweep compares tiles with is what the kernels compute, rows of experts elsewhere left out."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    import experts_case as case
+
+    monkeypatch.setattr(case, "TOP_K", 3)
+    weights, x, _ = counted_case((5,) * 6, 64, 128)
+    packed = experts.prepare(weights)
+    ids = choices(11, 8, 3)  # experts 6 and 7 are elsewhere
+    local = torch.where(ids < 6, ids, -1).flatten().long()
+    lst = moe_worklist.build(ids, 6, SMALL.item_n)
+    y = experts.run_w13(x[:11], packed, lst, 3, (1, case.BETA, case.LINEAR_BETA), SMALL)
+    at, want = case.reference_products("w13", x[:11], packed, local)
+    assert 0 < len(at) < ids.numel()
+    assert (y[at, :64].double() - want).norm() <= case.PRODUCT_TOLERANCE * want.norm()
+    d = experts.run_w2(y, packed, lst, SMALL)
+    at, want = case.reference_products("w2", y, packed, local)
+    assert (d[at].double() - want).norm() <= case.PRODUCT_TOLERANCE * want.norm()
+    packed.s2.view(torch.uint8).sub_(1)  # every scale one step down
+    wrong = experts.run_w2(y, packed, lst, SMALL)[at]
+    assert (wrong.double() - want).norm() > 0.4 * want.norm()
 
 
 def test_combine_ignores_what_is_elsewhere() -> None:
