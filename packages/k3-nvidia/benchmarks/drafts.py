@@ -87,6 +87,7 @@ def case(name: str, folder: Path, asked: list[dict[str, Any]], mode: str, **chan
         "name": name,
         "folder": str(folder),
         "vendor": ["nvidia", "k3_nvidia"],
+        "compilers": gpu_smoke.COMPILERS,
         "requests": asked,
         "rounds": list(rounds),
         "extra": EXTRA,
@@ -176,7 +177,7 @@ def drafts_row(case: dict[str, Any], counted: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_drafts(limits: argparse.Namespace) -> bool:
-    """Without drafts, then with; True if every case ran and is right."""
+    """Without drafts, then with; each case is judged as it ends. True if every case ran and is right."""
     modes = limits.modes.split(",") if on_gpu() else ["eager"]
     with tempfile.TemporaryDirectory() as work:
         folder, pad = checkpoint(Path(work))
@@ -188,17 +189,20 @@ def run_drafts(limits: argparse.Namespace) -> bool:
         if not plain:
             return False
         todo = drafted(folder, asked, plain, limits)
-        found = list(run(todo, limits, together=on_gpu()))
-        reference = Judge(folder) if on_gpu() else None
-        right = len(plain) == len(modes) and len(found) == len(todo)
-        for mode, payload in plain.items():
-            right &= judged(f"{mode} plain", payload, plain[mode], reference, {"ok": True})
-        for result in found:
+        reference = None
+        right, count = len(plain) == len(modes), 0
+        # The next case is served while one is judged.
+        for result in run(todo, limits, together=on_gpu()):
             assert result.ranks is not None
+            if reference is None and on_gpu():
+                reference = Judge(folder)
             payload, mode = result.ranks[0], result.case["name"].split()[0]
             counted = drafts_row(result.case, payload["drafts"])
             right &= judged(result.case["name"], payload, plain[mode], reference, counted)
-    return bool(right)
+            count += 1
+        for mode, payload in plain.items():
+            right &= judged(f"{mode} plain", payload, plain[mode], reference, {"ok": True})
+    return bool(right) and count == len(todo)
 
 
 def judged(
@@ -206,8 +210,9 @@ def judged(
 ) -> bool:
     """Write the row of a case; whether it is right."""
     rounds = rounds_row(payload, plain, reference)
-    facts = {key: payload[key] for key in ("block_size", "cache_mode", "graphs", "attention", "start_s", "generate_s")}
-    ok = counted["ok"] and all(row["ok"] for row in rounds)
+    names = ("block_size", "cache_mode", "graphs", "attention", "start_s", "generate_s", "late")
+    facts = {key: payload[key] for key in names}
+    ok = counted["ok"] and all(row["ok"] for row in rounds) and not payload["late"]
     say(part="drafts", case=name, drafts=counted, rounds=rounds, **facts, ok=ok)
     return bool(ok)
 
@@ -294,8 +299,9 @@ def fp8_row(name: str, payload: dict[str, Any], reference: Judge, coarse: Any) -
         right &= bool(row["ok"])
         rows.append(row)
     attention = payload["attention"]
-    right &= any("fp8" in one for one in attention)
-    say(part="fp8kv", case=name, rounds=rows, attention=attention, block_size=payload["block_size"], ok=right)
+    right &= any("fp8" in one for one in attention) and not payload["late"]
+    facts = {key: payload[key] for key in ("attention", "block_size", "start_s", "late")}
+    say(part="fp8kv", case=name, rounds=rows, **facts, ok=right)
     return right
 
 

@@ -8,6 +8,8 @@ graphs, or eager) and compared with ``k3_core.reference`` on the same device. Th
 tokens that were generated, teacher-forced, against the reference in fp32; the reference in bf16 has the same distance
 from it, so ours may have twice as much at the 90th percentile (beyond lie rows that chose another expert).
 
+Once an engine has started, a kernel of this wheel that is compiled raises: the warm-up must have met every variant.
+
 Every part is guarded: a failure prints its traceback and the next part runs. Exit status 1 if any part failed.
 """
 
@@ -73,32 +75,28 @@ def tiny_text(preset: str, kernels: bool) -> dict[str, Any]:
 
 # -------------------------------------------------------------------------------------------------------------- engines
 
-COMPILED: list[str] = []
+#: What compiles this wheel's kernels besides Triton.
+COMPILERS = ("k3_nvidia.kernels.skinny_cute_kernel:build",)
+WATCH: Any = None
 
 
 def watch_compiler() -> None:
-    """Note every kernel of this wheel that Triton compiles from now on."""
-    from triton.runtime.jit import JITFunction
+    """Note every kernel of this wheel that is compiled from now on."""
+    global WATCH
+    from k3_core.vllm.testing.compiling import Watch
 
-    honest = getattr(JITFunction, "_do_compile", None)
-    if honest is None:
-        COMPILED.append("this Triton has no _do_compile to watch")
-        return
-
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = f"{self.fn.__module__}.{self.fn.__name__}"
-        if name.startswith("k3_nvidia"):
-            COMPILED.append(name)
-        return honest(self, *args, **kwargs)
-
-    JITFunction._do_compile = watched
+    WATCH = Watch("k3_nvidia", COMPILERS)
 
 
 def compiled_since() -> list[str]:
     """Kernels compiled since the last call."""
-    names = sorted(COMPILED)
-    COMPILED.clear()
-    return names
+    return [] if WATCH is None else WATCH.take()
+
+
+def forbid_compiling(yes: bool = True) -> None:
+    """From now on a kernel that is compiled raises and ends the request (``False``: no longer)."""
+    if WATCH is not None:
+        WATCH.forbid(yes)
 
 
 def start(folder: Path, **options: Any) -> Any:
@@ -208,6 +206,7 @@ def tiny(preset: str, modes: list[str], work: Path) -> None:
         started = time.monotonic() - began
         say(part=preset, mode=mode, start_s=round(started, 1), model=type(model_of(llm)).__name__)
         say(part=preset, mode=mode, compiled_at_start=len(compiled_since()))
+        forbid_compiling()
         say(part=preset, mode=mode, check="batch", **compare(generate(llm, ids), ids, exact, rounded))
         first, other = prompts((300, 290), seed=4)
         again = [first, other, first + other[:70]]
@@ -223,6 +222,7 @@ def tiny(preset: str, modes: list[str], work: Path) -> None:
             found = compare(generate(llm, prompt, [image]), prompt, exact, rounded, [image])
             say(part=preset, mode=mode, check="image", **found)
         say(part=preset, mode=mode, compiled_while_serving=compiled_since())
+        forbid_compiling(False)
         stop(llm)
         del llm
     from k3_nvidia import dispatch
@@ -244,6 +244,7 @@ def guarded(parts: dict[str, Callable[[Path], None]], wanted: list[str]) -> int:
         except BaseException:
             traceback.print_exc()
             failed.append(name)
+            forbid_compiling(False)
             try:
                 stop(None)
             except Exception:

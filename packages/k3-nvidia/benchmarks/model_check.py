@@ -18,6 +18,11 @@ sigma), and no row may be off by more than twice the bf16 reference's worst row 
 Logits: log probabilities at every position of every prompt of at least 17, against the fp32 reference: rms <= 0.4 and
 the same best token in at least 0.8 of them, or no worse than twice the bf16 reference (a router flip early in a prompt
 lasts as long as the memory does, and hits one run or the other).
+
+Generated: log probabilities of 8 tokens behind every prompt and behind two images, all in one batch, decoded step by
+step (with CUDA graphs: in them); the rule is that of gpu_smoke.py. No kernel of this wheel may be compiled meanwhile.
+
+What is written and read back goes to $K3_SCRATCH (14 GiB for rank13; /dev/shm saves the disk's time).
 """
 
 from __future__ import annotations
@@ -29,13 +34,15 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gpu_smoke
 import torch
-from gpu_smoke import generate, model_of, prompts, say, start, stop
+from gpu_smoke import compiled_since, generate, model_of, prompts, say, start, stop
+from runs import Remembering
 from torch import Tensor
 
 #: Prompts of one batch: shorter and longer than a chunk of 64, one longer than a step.
@@ -43,6 +50,8 @@ LENGTHS = (1, 5, 63, 65, 130, 300, 700)
 STEP_TOKENS = 256
 MEDIAN_BOUND, ROW_BOUND = 0.02, 0.04
 RMS_BOUND, ARGMAX_BOUND, LEAST_POSITIONS = 0.4, 0.8, 17
+#: Width and height of the images; the layers are compared on the first.
+IMAGES = ((310, 224), (120, 200))
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -235,13 +244,17 @@ def prompt_logprobs(llm: Any, ids: list[list[int]]) -> list[Any]:
 
 
 def compare_logits(outputs: list[Any], ids: list[list[int]], exact: Any, rounded: Any) -> list[dict[str, Any]]:
-    """One line a prompt of enough positions: distances of the log probabilities from fp32, ours and bf16's."""
+    """One line a prompt of enough positions: distances of the log probabilities from fp32, ours and bf16's.
+
+    exact, rounded: the references, each a ``Remembering``.
+    """
     lines = []
     for prompt, output in zip(ids, outputs, strict=True):
         if len(prompt) < LEAST_POSITIONS:
             continue
-        reference = exact.logits(prompt).float().log_softmax(-1)
-        bf16 = rounded.logits(prompt).float().log_softmax(-1)
+        whole = torch.tensor(prompt)
+        reference = exact.logits(whole).float().log_softmax(-1)
+        bf16 = rounded.logits(whole).float().log_softmax(-1)
         ours, theirs, agree = [], [], 0
         for position, entries in enumerate(output.prompt_logprobs[1:]):
             best = max(entries, key=lambda token: entries[token].logprob)
@@ -301,7 +314,7 @@ def check(part: str, modes: list[str], work: Path, layers: int, experts: int) ->
     device = "cuda" if torch.cuda.is_available() else "cpu"
     packed = part == "rank13"
     good = True
-    exact = rounded = None
+    references: list[Remembering] = []
     for mode in modes:
         options: dict[str, Any] = {"max_num_batched_tokens": STEP_TOKENS, "enable_prefix_caching": False}
         if mode == "eager" or device == "cpu":
@@ -311,59 +324,84 @@ def check(part: str, modes: list[str], work: Path, layers: int, experts: int) ->
         began = time.monotonic()
         llm = start(folder, skip_tokenizer_init=part != "rank13", **options)
         say(part=part, mode=mode, start_s=round(time.monotonic() - began, 1), model=type(model_of(llm)).__name__)
-        if exact is None:
+        compiled_since()
+        if not references:
             began = time.monotonic()
-            exact = load_model(folder, torch.float32, device, packed_experts=packed)
-            rounded = load_model(folder, torch.bfloat16, device, packed_experts=packed)
+            for dtype in (torch.float32, torch.bfloat16):
+                references.append(Remembering(load_model(folder, dtype, device, packed_experts=packed)))
             say(part=part, reference_s=round(time.monotonic() - began, 1))
-        good &= _layers(part, mode, llm, exact, rounded) if mode == "eager" else True
-        ids = prompts(LENGTHS, seed=1, vocabulary=500)
-        for line in compare_logits(prompt_logprobs(llm, ids), ids, exact, rounded):
-            say(part=part, mode=mode, check="logits", **line)
+        for line in lines_of(mode, llm, *references):
+            say(part=part, mode=mode, **line)
             good &= line["ok"]
         stop(llm)
         del llm
     return good
 
 
-def _layers(part: str, mode: str, llm: Any, exact: Any, rounded: Any) -> bool:
-    """The per-layer comparison of a text batch and, with vision, of an image prompt."""
+def lines_of(mode: str, llm: Any, exact: Remembering, rounded: Remembering) -> Iterator[dict[str, Any]]:
+    """Every comparison of one engine, as it ends."""
+    if mode == "eager":
+        yield from layer_lines(llm, exact, rounded)
+    ids = prompts(LENGTHS, seed=1, vocabulary=500)
+    for line in compare_logits(prompt_logprobs(llm, ids), ids, exact, rounded):
+        yield {"check": "logits", **line}
+    yield generated_line(llm, ids, exact, rounded)
+    late = compiled_since()
+    yield {"check": "compiled while serving", "kernels": late, "ok": not late}
+
+
+def layer_lines(llm: Any, exact: Remembering, rounded: Remembering) -> Iterator[dict[str, Any]]:
+    """The per-layer comparison of a text batch and, with vision, of an image prompt and its features."""
     recorder = Recorder(model_of(llm))
     ids = prompts(LENGTHS, seed=1, vocabulary=500)
     recorder.on = True
     outputs = generate(llm, ids)
     recorder.on = False
     sequences = [p + list(o.outputs[0].token_ids) for p, o in zip(ids, outputs, strict=True)]
-    rows = rows_of(recorder, sequences, rounded.weights.embed)
-    good = True
-    for line in compare_layers(recorder, rows, exact, rounded):
-        say(part=part, mode=mode, check="layer", **line)
-        good &= line["ok"]
-    if exact.config.vision is None:
-        return good
-    from PIL import Image
-
-    noise = torch.randint(0, 255, (224, 310, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    image = Image.fromarray(noise.numpy())
-    prompt = [7, 8, 9, exact.config.media_placeholder_token_id, 10, 11]
+    rows = rows_of(recorder, sequences, rounded.model.weights.embed)
+    for line in compare_layers(recorder, rows, exact.model, rounded.model):
+        yield {"check": "layer", **line}
     recorder.clear()
+    pictured = pictures(exact.model.config)
+    if not pictured:
+        return
+    prompt, image = pictured[0]
     recorder.on = True
-    (output,) = generate(llm, [prompt], [image])
+    generate(llm, [prompt], [image])
     recorder.on = False
     served = torch.cat(recorder.layers[0].before)
     rows = [torch.arange(served.shape[0], device=served.device)]
-    for line in compare_layers(recorder, rows, exact, rounded):
-        say(part=part, mode=mode, check="layer of image prompt", **line)
-        good &= line["ok"]
-    expected = exact.embed(prompt, [image])[: served.shape[0]]
-    bf16 = rounded.embed(prompt, [image])[: served.shape[0]].float()
+    for line in compare_layers(recorder, rows, exact.model, rounded.model):
+        yield {"check": "layer of image prompt", **line}
+    expected = exact.model.embed(prompt, [image])[: served.shape[0]]
+    bf16 = rounded.model.embed(prompt, [image])[: served.shape[0]].float()
     error, yardstick = (float((x.float() - expected).square().mean().sqrt()) for x in (served[: len(bf16)], bf16))
     ok = error <= 2 * yardstick + 1e-3
-    say(part=part, check="image features", rms=round(error, 5), rms_bf16_reference=round(yardstick, 5), ok=ok)
-    found = gpu_smoke.compare([output], [prompt], exact, rounded, [image])
-    say(part=part, mode=mode, check="image logits", **found)
+    facts = {"rms": round(error, 5), "rms_bf16_reference": round(yardstick, 5)}
+    yield {"check": "image features", **facts, "ok": ok}
     recorder.clear()
-    return good and ok
+
+
+def pictures(config: Any) -> list[tuple[list[int], Any]]:
+    """Prompts with their image of random pixels; none without vision."""
+    from k3_core.vllm.testing.rank_engine import noise_image
+
+    if config.vision is None:
+        return []
+    pad = config.media_placeholder_token_id
+    return [([7, 8, 9 + i, pad, 10, 11], noise_image(*size, seed=i)) for i, size in enumerate(IMAGES)]
+
+
+def generated_line(llm: Any, ids: list[list[int]], exact: Remembering, rounded: Remembering) -> dict[str, Any]:
+    """Texts and images in one batch, and what is generated behind them against the references."""
+    pictured = pictures(exact.model.config)
+    asked = ids + [prompt for prompt, _ in pictured]
+    images = [None] * len(ids) + [image for _, image in pictured]
+    outputs = generate(llm, asked, images)
+    found = gpu_smoke.compare(outputs, asked, exact, rounded, images)
+    tokens = [token for output in outputs for token in output.outputs[0].token_ids]
+    found["ok"] &= found["finite"]
+    return {"check": "generated", "requests": len(asked), "token_sum": sum(tokens), **found}
 
 
 def main() -> int:

@@ -1,9 +1,11 @@
-"""Rules of the benchmark scripts: when a layer counts as right (it must be able to say no), and device time."""
+"""Rules of the benchmark scripts: when a layer counts as right (it must be able to say no), device time, sanitizers."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,3 +54,53 @@ def test_layer_rule(script: Callable[[str], Any], change: dict[str, Any], right:
 )
 def test_device_time(script: Callable[[str], Any], times: list[tuple[float, float]], busy: float) -> None:
     assert script("engine_worker").spans(times) == busy
+
+
+RACES = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)"
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (["1 passed", "========= ERROR SUMMARY: 0 errors"], 0),
+        (["========= Invalid __global__ read of size 4 bytes", "========= ERROR SUMMARY: 1 error"], 1),
+        ([RACES.format(0, 0)], 0),
+        ([RACES.format(3, 2), RACES.format(1, 1)], 4),  # processes that the first one started
+        (["stopped: out of time"], None),  # no summary is no clean bill
+    ],
+)
+def test_what_a_sanitizer_found(script: Callable[[str], Any], said: list[str], found: int | None) -> None:
+    assert script("sanitize").found_by_tool(said) == found
+
+
+def test_cases_are_spread_over_the_whole_list(script: Callable[[str], Any]) -> None:
+    some = script("conformance").some
+    assert some(list(range(10)), 4) == [0, 3, 6, 9]
+    assert some(list(range(10)), 1) == [0]
+    assert some(list(range(3)), 4) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "right"),
+    [
+        (["========= ERROR SUMMARY: 0 errors"], 0, True),
+        (["========= ERROR SUMMARY: 2 errors"], 9, False),
+        (["========= ERROR SUMMARY: 0 errors"], 1, False),
+        ([], 0, False),
+        (
+            [json.dumps({"row": {"case": "x", "verdict": "fail", "reason": "off"}}), "= ERROR SUMMARY: 0 errors"],
+            0,
+            False,
+        ),
+    ],
+)
+def test_a_process_under_a_sanitizer(
+    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, lines: list[str], status: int, right: bool
+) -> None:
+    """The process is a stand-in that says what the tool and the cases would."""
+    sanitize, conformance = script("sanitize"), script("conformance")
+    program = f"import sys; print({chr(10).join(lines)!r}); sys.exit({status})"
+    monkeypatch.setattr(conformance, "command", lambda *_: [sys.executable, "-c", program])
+    row = sanitize.part("route", [], 4, time.monotonic() + 60)
+    assert row["ok"] is right
+    assert ("said" in row) is not right

@@ -1,14 +1,16 @@
 """An engine that verifies drafts: ``python -m k3_core.vllm.testing.draft_engine``, a :mod:`.world` program of one rank.
 
-A case: ``vendor``, ``folder``, ``options`` of ``vllm.LLM``, ``count`` and ``top`` as :mod:`.rank_engine`; ``requests``
-({ids, image}) and the ``rounds`` in which they are served: "new" and "again" as they are, "longer" with what the first
-round generated and ``extra`` ids behind them; ``script``: texts (ids) whose continuation is known, or null.
+A case: ``vendor``, ``folder``, ``options`` of ``vllm.LLM``, ``count`` and ``top`` as :mod:`.rank_engine`;
+``compilers``, the functions of :class:`.compiling.Watch` (may be missing); ``requests`` ({ids, image}) and the
+``rounds`` in which they are served: "new" and "again" as they are, "longer" with what the first round generated and
+``extra`` ids behind them; ``script``: texts (ids) whose continuation is known, or null.
 
 With a script the n-gram proposer (which a case turns on in ``options``) proposes from it and makes one token of the
 proposal wrong, or none: each request has 0 to k tokens accepted in turn, whatever the model says. All behind the
 proposer - scheduling, verification, sampling, states - is vLLM's and the model's own.
 
-The payload: ``rounds`` of {ids, prompt, tokens, logprobs, cached}, ``drafts`` counted by vLLM, and the engine's sizes.
+The payload: ``rounds`` of {ids, prompt, tokens, logprobs, cached}, ``drafts`` counted by vLLM, ``late``, the vendor's
+kernels that were compiled after the start, and the engine's sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from k3_core.vllm.testing import world
+from k3_core.vllm.testing.compiling import Watch
 from k3_core.vllm.testing.rank_engine import answer, request, runner
 
 COUNTERS = "vllm:spec_decode_"
@@ -83,9 +86,11 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    watch = Watch(case["vendor"][1], case.get("compilers", ()))
     began = time.monotonic()
     llm = LLM(case["folder"], disable_log_stats=False, **case["options"])
     started = time.monotonic()
+    watch.take()
     # Not before: it loads numba, after which vLLM starts no engine on a CPU.
     restore = (lambda: None) if case["script"] is None else propose_from(case["script"])
     sampling = SamplingParams(
@@ -104,6 +109,7 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
     result = {
         "rounds": rounds,
         "drafts": counters(llm),
+        "late": watch.take(),
         "block_size": config.cache_config.block_size,
         "cache_mode": config.cache_config.mamba_cache_mode,
         "graphs": str(config.compilation_config.cudagraph_mode),
@@ -112,6 +118,7 @@ def work(case: dict[str, Any]) -> dict[str, Any]:
         "generate_s": round(time.monotonic() - started, 2),
     }
     restore()
+    watch.stop()
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
