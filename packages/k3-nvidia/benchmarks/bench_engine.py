@@ -8,8 +8,9 @@ decoding step for several batch sizes and a prompt of several lengths. ``ms`` is
 and output processing included; ``device_ms`` is the time the device worked in a step (from a trace of another run of
 the same batch; waits for the host are left out, see ``engine_worker.spans``). vLLM's experts are what it chooses on
 this device (Humming on Hopper), or with ``--experts marlin`` Marlin: the rival of a row is the faster of the two.
-Alternate the processes. What an engine needs after its weights stands in its log ("init engine ... took").
-Appends JSON lines to engine.jsonl in $OUT.
+Alternate the processes. ``--startup`` starts an engine in a process of its own, measures nothing else and takes from
+its log what it needed after its weights ("init engine ... took": memory profile, warm-up, graphs); run it after a whole
+run of the same engine on the same machine, and every cache is warm. Appends JSON lines to engine.jsonl in $OUT.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -79,7 +82,7 @@ BATCHES, LENGTHS = (1, 8, 32, 128), (1024, 8192, 32768)
 VOCABULARY = 512  # of the prompts; every shape has as many
 
 
-def decode_ms(llm: Any, batch: int, context: int, steps: int = 64) -> dict[str, Any]:
+def decode_ms(llm: Any, batch: int, context: int, steps: int = 48, traced_steps: int = 24) -> dict[str, Any]:
     """Milliseconds of a decoding step: what ``steps`` more tokens add to a whole batch, and the device's part."""
     from vllm import SamplingParams
 
@@ -92,10 +95,10 @@ def decode_ms(llm: Any, batch: int, context: int, steps: int = 64) -> dict[str, 
         return time.perf_counter() - began
 
     seconds(8)
-    few = min(seconds(8) for _ in range(3))
-    many = min(seconds(8 + steps) for _ in range(3))
-    traced = [_traced(llm, lambda c=count: seconds(c)) for count in (8, 8 + steps)]
-    device = {k: round((traced[1][k] - traced[0][k]) / steps, 3) for k in ("device_ms", "launches")}
+    few = statistics.median(seconds(8) for _ in range(3))
+    many = statistics.median(seconds(8 + steps) for _ in range(3))
+    traced = [_traced(llm, lambda c=count: seconds(c)) for count in (8, 8 + traced_steps)]
+    device = {k: round((traced[1][k] - traced[0][k]) / traced_steps, 3) for k in ("device_ms", "launches")}
     return {"ms": round(1e3 * (many - few) / steps, 3), **device, "kernels": traced[1]["kernels"]}
 
 
@@ -107,7 +110,7 @@ def _traced(llm: Any, call: Callable[[], Any]) -> dict[str, Any]:
     return {**found, "kernels": list(found["kernels_us_and_count"])[:6]}
 
 
-def prefill_ms(llm: Any, length: int, repeats: int = 5) -> dict[str, Any]:
+def prefill_ms(llm: Any, length: int, repeats: int) -> dict[str, Any]:
     """Median milliseconds of a request of ``length`` prompt tokens and one generated token, and the device's part."""
     from vllm import SamplingParams
 
@@ -128,8 +131,8 @@ def prefill_ms(llm: Any, length: int, repeats: int = 5) -> dict[str, Any]:
     }
 
 
-def rank(work: Path, impl: str, shape: str, experts: str) -> None:
-    """Times of the rank-shaped model, ours or (in processes of its own) vLLM's."""
+def rank(work: Path, impl: str, shape: str, experts: str, only_start: bool = False) -> None:
+    """Times of the rank-shaped model, ours or (in processes of its own) vLLM's; with only_start none but its start."""
     folder = work / "rank"
     folder.mkdir(parents=True, exist_ok=True)
     small = shape == "tiny"
@@ -159,6 +162,8 @@ def rank(work: Path, impl: str, shape: str, experts: str) -> None:
         **options,
     )
     say(**who, start_s=round(time.monotonic() - began, 1))
+    if only_start:
+        return
     llm.collective_rpc(engine_worker.randomise)
     llm.collective_rpc(engine_worker.watch)
     say(**who, **llm.collective_rpc(engine_worker.facts)[0])
@@ -170,11 +175,39 @@ def rank(work: Path, impl: str, shape: str, experts: str) -> None:
     del llm
 
 
+#: What vLLM's log says of a start, in seconds.
+SAID = {
+    "load_s": re.compile(r"Model loading took .* ([0-9.]+) seconds"),
+    "init_s": re.compile(r"init engine \(.*\) took ([0-9.]+) s"),
+    "compile_s": re.compile(r"init engine .*\(compilation: ([0-9.]+) s"),
+}
+
+
+def startup(who: dict[str, str]) -> None:
+    """Start the engine in a process of its own and say what its log says of it."""
+    words = [word for key, value in who.items() for word in (f"--{key}", value)]
+    began = time.monotonic()
+    child = subprocess.Popen(
+        [sys.executable, __file__, *words, "--only-start"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    found: dict[str, float] = {}
+    assert child.stdout is not None
+    for line in child.stdout:
+        print(line, end="", flush=True)
+        found |= {key: float(match[1]) for key, pattern in SAID.items() if (match := pattern.search(line))}
+    if child.wait():
+        raise RuntimeError(f"the engine ended with {child.returncode}")
+    experts = "k3-nvidia" if who["impl"] == "ours" else who["experts"]
+    say(part="startup", **{**who, "experts": experts}, **found, process_s=round(time.monotonic() - began, 1))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="tp16", choices=("tp16", "tp8", "tiny"), help="whose share of the model")
     parser.add_argument("--impl", default="ours", choices=("ours", "upstream"), help="whose model is timed")
     parser.add_argument("--experts", default="auto", choices=("auto", "marlin"), help="of the upstream model")
+    parser.add_argument("--startup", action="store_true", help="only start it, in a process of its own")
+    parser.add_argument("--only-start", action="store_true", help="(internal) that process")
     options = parser.parse_args()
     if not torch.cuda.is_available() and options.shape != "tiny":
         raise SystemExit("bench_engine.py times a GPU; there is none (--shape tiny tries the script)")
@@ -182,8 +215,13 @@ def main() -> int:
     if options.impl == "upstream":
         os.environ["K3_IMPL"], experts = "upstream", options.experts
     gpu_smoke.LOG = "engine.jsonl"
+    if options.startup:
+        startup({"shape": options.shape, "impl": options.impl, "experts": options.experts})
+        return 0
+    if options.only_start:
+        os.environ.pop("OUT", None)  # the parent writes the row
     gpu_smoke.prepare()
-    parts = {"rank": lambda work: rank(work, options.impl, options.shape, experts)}
+    parts = {"rank": lambda work: rank(work, options.impl, options.shape, experts, options.only_start)}
     return gpu_smoke.guarded(parts, ["rank"])
 
 

@@ -3,7 +3,7 @@
 What is in <out>/engine.jsonl already is not run again; K3_BENCH_SECONDS (600) ends the last process. The page's rows
 are <out>/engine.json: per shape and batch or prompt our milliseconds, each rival's, and ours over the faster of the
 two, for the wall clock (``ms``) and for the device alone (``device_ms``). Several measurements of a part show their
-median.
+median. A start is in seconds: what the engine needed after its weights with warm caches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def case_of(record: Mapping[str, Any]) -> str | None:
-    """``tp16 decode 8`` or ``tp8 prefill 8192``; None for a record of something else."""
+    """``tp16 decode 8``, ``tp8 prefill 8192`` or ``tp16 start``; None for a record of something else."""
+    if record.get("part") == "startup":
+        return f"{record['shape']} start"
     for kind, key in (("decode", "decode_batch"), ("prefill", "prefill")):
         if key in record and "ms" in record:
             return f"{record['shape']} {kind} {record[key]}"
@@ -52,7 +54,7 @@ def rows(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         if case is None or side is None:
             continue
         columns = times.setdefault(case, {})
-        for measure, label in (("ms", side), ("device_ms", f"{side}, device")):
+        for measure, label in (("ms", side), ("init_s", side), ("device_ms", f"{side}, device")):
             if measure in record:
                 columns.setdefault(label, []).append(record[measure])
         if "launches" in record:
@@ -79,7 +81,8 @@ def write(out: Path) -> Path:
     title = "engine, 8 layers of one rank, milliseconds"
     notes = [
         "decode: one step of that many requests; prefill: a prompt of that many tokens and one generated token. ratio: "
-        "ours over the faster rival; device: the device's own time, waits for the host left out."
+        "ours over the faster rival; device: the device's own time, waits for the host left out. start: seconds that "
+        "an engine needs after its weights (memory profile, warm-up, graphs) with warm caches."
     ]
     data = {"title": title, "environment": environment, "rows": rows(found), "notes": notes}
     path = out / "engine.json"
