@@ -1,5 +1,5 @@
-"""Ahead-of-time compilation of the low-latency products for sm_90a: a script, because Triton decides at import whether
-it interprets. ``python skinny_kernels_aot.py triton|cute`` prints one JSON line a variant.
+"""Ahead-of-time compilation of the low-latency kernels for sm_90a: a script, because Triton decides at import whether
+it interprets. ``python skinny_kernels_aot.py triton|cute|cluster`` prints one JSON line a variant; cluster: AttnRes.
 """
 
 from __future__ import annotations
@@ -84,5 +84,21 @@ def cute_rows() -> None:
             print(json.dumps({"name": name, "warps": config[2], **disassemble(cubin)}), flush=True)
 
 
+def cluster_rows() -> None:
+    """AttnRes over clusters at the released width: the largest row bound on every cluster, the smallest on one."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CUTE_DSL_DUMP_DIR"] = folder
+        from k3_nvidia.kernels import attn_res_cluster, attn_res_cluster_kernel
+
+        for cluster, rows in ((1, 9), (2, 9), (4, 9), (8, 9), (4, 3)):
+            for file in Path(folder).iterdir():
+                file.unlink()
+            threads, lanes, resident = attn_res_cluster.geometry(7168, cluster)
+            attn_res_cluster_kernel.build(cluster, rows, 7168, threads, lanes, resident, True, True, "sm_90a")
+            (cubin,) = Path(folder).glob("*.cubin")
+            facts = disassemble(cubin)
+            print(json.dumps({"name": f"{cluster} {rows}", "threads": threads * resident, **facts}), flush=True)
+
+
 if __name__ == "__main__":
-    {"triton": triton_rows, "cute": cute_rows}[sys.argv[1]]()
+    {"triton": triton_rows, "cute": cute_rows, "cluster": cluster_rows}[sys.argv[1]]()

@@ -124,8 +124,9 @@ def test_lanes_halve_the_sums_among_them():
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 @pytest.mark.parametrize("hidden", [7168, 4096, 2304])
 def test_every_column_has_a_lane_of_the_cluster(hidden, cluster):
-    threads, lanes = attn_res_cluster.geometry(hidden, cluster)
+    threads, lanes, resident = attn_res_cluster.geometry(hidden, cluster)
     assert threads % 32 == 0
+    assert threads * resident <= 1024
     assert lanes <= threads <= attn_res_cluster.MAX_THREADS
     assert hidden <= cluster * lanes * 8
 

@@ -61,3 +61,15 @@ def test_cute_budgets() -> None:
         assert row["wait"] == 1, f"{name}: {row}"
         assert row["prefetch"] >= 1, f"{name}: {row}"
         assert warps_that_fit(row) >= 8, f"{name}: {row}"
+
+
+@pytest.mark.slow
+def test_cluster_budgets() -> None:
+    if importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("cuda") is None:
+        pytest.skip("nvidia-cutlass-dsl is not installed")
+    for name, row in compiled("cluster").items():
+        assert row["stack"] == 0, f"{name}: {row}"
+        assert row["spills"] == 0, f"{name}: {row}"
+        assert row["wait"] == 1, f"{name}: {row}"
+        assert row["prefetch"] == int(name.split()[1]), f"{name} asks for every row before it waits: {row}"
+        assert row["registers"] * row["threads"] <= REGISTERS_PER_MULTIPROCESSOR, f"{name}: {row}"

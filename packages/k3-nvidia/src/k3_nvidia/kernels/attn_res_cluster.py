@@ -36,10 +36,12 @@ def available() -> tuple[bool, str]:
     return ok, why.replace("skinny_cute", "attn_res_cluster")
 
 
-def geometry(hidden: int, cluster: int) -> tuple[int, int]:
-    """(threads, lanes with columns) of a block; lanes hold eight columns each."""
+def geometry(hidden: int, cluster: int) -> tuple[int, int, int]:
+    """(threads, lanes with columns, blocks that must fit a multiprocessor) of a block; a lane holds eight columns."""
     lanes = -(-hidden // (8 * cluster))
-    return -(-lanes // 32) * 32, lanes
+    threads = -(-lanes // 32) * 32
+    # Two blocks of 448 threads, one of 896: 72 registers a lane hold nine rows. More blocks are for few tokens.
+    return threads, lanes, max(1, min(2, MAX_THREADS // threads)) if cluster <= 2 else 1
 
 
 def takes(tensors: list[torch.Tensor | None], num_blocks: int) -> tuple[bool, str]:
@@ -76,9 +78,7 @@ def compiled(cluster: int, rows: int, hidden: int, dtype: torch.dtype, normed: b
     """The binary for up to ``rows`` source rows, compiled at first use."""
     from k3_nvidia.kernels import attn_res_cluster_kernel
 
-    threads, lanes = geometry(hidden, cluster)
-    # Two blocks of 448 threads, one of 896: 72 registers a lane hold nine rows.
-    resident = max(1, min(2, 1024 // threads)) if cluster <= 2 else 1
+    threads, lanes, resident = geometry(hidden, cluster)
     return attn_res_cluster_kernel.build(
         cluster, rows, hidden, threads, lanes, resident, dtype == torch.bfloat16, normed
     )
