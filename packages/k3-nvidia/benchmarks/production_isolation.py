@@ -26,8 +26,9 @@ from production_support import GPU, Checks, Job, Result, Rule, Served, checkpoin
 
 BITS = Rule(0, 0)
 VICTIM = 2
-#: Steps after which the victim is struck: all prompts are done by then.
-STRIKE = 6 if GPU else 4
+#: Tokens that the victim has generated when it is struck. A number of steps would not do: a prompt that does not fit
+#: into what a step has left waits, and a strike on a request without blocks strikes nothing.
+STRIKE = 4 if GPU else 2
 COUNT = 14 if GPU else 9
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -56,6 +57,8 @@ def isolation(check: Checks, work: Path, seconds: float) -> None:
     """Poison in states, latent pages and logits; slots of others; prompts of the ended request sent again."""
     end = time.monotonic() + seconds
     served = serve(checkpoint(work))
+    facts = how(served)
+    check("isolation: how", facts["counting"] and "IsolatingScheduler" in facts["scheduler"], **facts)
     attack = Attack(check, served)
     for name, sampling in SAMPLINGS.items():
         for kind in attack.kinds():
@@ -64,14 +67,35 @@ def isolation(check: Checks, work: Path, seconds: float) -> None:
                 continue
             check.guard(f"isolation {kind}", lambda kind=kind, name=name, s=sampling: attack.run(kind, name, s))
     check.guard("isolation canaries", lambda: canaries(check, served))
+    check(
+        "isolation: counts reached the scheduler", served.poisoned > 0, steps=served.counted, with_nan=served.poisoned
+    )
     stop(None)
 
 
 def serve(folder: Path) -> Served:
     """The engine under attack: prefix caching, and graphs on a GPU."""
     options: dict[str, Any] = {"compilation_config": GRAPHS} if GPU else {}
-    sizes = {"max_num_seqs": 8, "num_gpu_blocks_override": 96, "max_model_len": 1024}
+    # A step takes all prompts at once: chunks that must end at a block would make one of them wait for the others.
+    sizes = {"max_num_seqs": 8, "num_gpu_blocks_override": 96, "max_model_len": 1024, "max_num_batched_tokens": 1024}
     return Served(folder, enable_prefix_caching=True, **sizes, **options)
+
+
+def how(served: Served) -> dict[str, Any]:
+    """Which of vLLM's runners and schedulers run, and whether NaNs are counted: where counts could be lost."""
+    from k3_core.vllm.serving import isolation as ending
+
+    runner = served.core.model_executor.driver_worker.worker.model_runner
+    settings = served.config.scheduler_config
+    return {
+        "runner": f"{type(runner).__module__}.{type(runner).__name__}",
+        "scheduler": [cls.__name__ for cls in type(served.scheduler).__mro__[:3]],
+        "asynchronous": settings.async_scheduling,
+        "counting": ending.counting(),
+        "sampler_counts": getattr(getattr(runner, "sampler", None), "compute_nans", None),
+        "block": served.config.cache_config.block_size,
+        "step_tokens": settings.max_num_batched_tokens,
+    }
 
 
 class Attack:
@@ -87,10 +111,10 @@ class Attack:
         served.forget()
         self.before = served.run(self.fresh)
 
-    def kinds(self) -> dict[str, Callable[[str], None]]:
-        """Ways to strike the request of this name."""
+    def kinds(self) -> dict[str, Callable[[str], int]]:
+        """Ways to strike the request of this name; each says how many places it struck."""
         bad = {"NaN": float("nan"), "infinity": float("inf")}
-        ways: dict[str, Callable[[str], None]] = {}
+        ways: dict[str, Callable[[str], int]] = {}
         for word, value in bad.items():
             ways[f"{word} in the recurrent state"] = lambda n, v=value: self.fill(n, 1, v)
             ways[f"{word} in the convolution's window"] = lambda n, v=value: self.fill(n, 0, v)
@@ -98,17 +122,19 @@ class Attack:
             ways[f"{word} in the logits"] = lambda n, v=value: self.fill_logits(n, v)
         return ways
 
-    def fill(self, name: str, which: int, value: float) -> None:
-        layers = self.served.layers()
+    def fill(self, name: str, which: int, value: float) -> int:
+        struck, layers = 0, self.served.layers()
         for group, blocks in zip(self.served.groups(), self.served.blocks(name), strict=True):
             for layer in (layers[n] for n in group if n in layers):
                 for block in blocks:
                     if block:
                         layer.states()[which][block] = value
+                        struck += 1
+        return struck
 
-    def fill_latent(self, name: str, value: float) -> None:
+    def fill_latent(self, name: str, value: float) -> int:
         context = self.served.config.compilation_config.static_forward_context
-        layers = self.served.layers()
+        struck, layers = 0, self.served.layers()
         from k3_core.vllm import compat
 
         for group, blocks in zip(self.served.groups(), self.served.blocks(name), strict=True):
@@ -118,8 +144,10 @@ class Attack:
                 for block in blocks:
                     if block:
                         pages[block * split][:1] = value  # the first token: every later one sees it
+                        struck += 1
+        return struck
 
-    def fill_logits(self, name: str, value: float) -> None:
+    def fill_logits(self, name: str, value: float) -> int:
         """In the row that the victim had in the step before: the batch is the same."""
         row, model = self.served.order[name], model_of(self.served.llm)
         text = getattr(model, "language_model", model)
@@ -132,16 +160,21 @@ class Attack:
             return logits
 
         text.logits_processor.forward = forward
+        return 1
 
-    def batch(self, sampling: dict[str, Any], act: Callable[[str], None], strike: int) -> tuple[list[Any], list[Any]]:
-        """Run the batch and ``act`` on the victim after ``strike`` steps: results (None: no output), steps."""
+    def batch(self, sampling: dict[str, Any], act: Callable[[str], Any], later: int) -> tuple[list[Any], list[Any]]:
+        """Run the batch and ``act`` on the victim ``later`` steps after it has STRIKE tokens.
+
+        Returns results (None: no output) and steps.
+        """
         served = self.served
         served.clear()
         jobs = list(self.jobs)
         jobs[VICTIM] = Job(jobs[VICTIM].ids, COUNT, sampling=sampling)
         names = [served.add(job) for job in jobs]
         numbers = {served.external[name]: number for number, name in enumerate(names)}
-        for _ in range(strike):
+        served.until_generated(names[VICTIM], STRIKE)
+        for _ in range(later):
             served.step()
         act(names[VICTIM])
         served.drain()
@@ -152,22 +185,29 @@ class Attack:
         """Strike once; compare the others bit for bit with the batch whose client gave up."""
         check, what = self.check, f"isolation: {kind}, {how}"
         self.heard.lines.clear()
-        name = ""
+        name, places = "", 0
+        poisoned = self.served.poisoned
 
         def act(victim: str) -> None:
-            nonlocal name
-            name = victim
-            self.kinds()[kind](victim)
+            nonlocal name, places
+            name, places = victim, self.kinds()[kind](victim)
 
-        struck, steps = self.batch(sampling, act, STRIKE)
+        struck, steps = self.batch(sampling, act, 0)
         victim: Result | None = struck[VICTIM]
         said = [line for line in self.heard.lines if name in line]
+        figures = {
+            "places_struck": places,
+            "finish": victim and victim.finish,
+            "tokens": victim and len(victim.tokens),
+            "said": len(said),
+            "steps_with_nan": self.served.poisoned - poisoned,
+        }
         ended = victim is not None and victim.finish == "error"
-        check(f"{what}: ended by name", ended and len(said) == 1, finish=victim and victim.finish, said=len(said))
+        check(f"{what}: ended by name", ended and len(said) == 1 and places > 0, **figures)
         others = [r for i, r in enumerate(struck) if i != VICTIM]
         # The client gives up in the step in which the engine did: the same batches, so the same bits.
         for later in range(5):
-            control, control_steps = self.batch(sampling, self.served.abort, STRIKE + later)
+            control, control_steps = self.batch(sampling, self.served.abort, later)
             if control_steps == steps:
                 break
         same = control_steps == steps
@@ -178,7 +218,7 @@ class Attack:
         self.served.forget()
         after = self.served.run(self.fresh)
         check(f"{what}: new requests on its blocks", **pairs(after, self.before, BITS))
-        struck, _ = self.batch({}, self.kinds()[kind], STRIKE)
+        struck, _ = self.batch({}, self.kinds()[kind], 0)
         (again,) = self.served.run([self.jobs[VICTIM]])  # no reset in between: its blocks must not be found
         (clean,) = self.served.solo([self.jobs[VICTIM]])
         figures = pairs([again], [clean])

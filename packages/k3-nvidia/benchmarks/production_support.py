@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +116,11 @@ class Served:
         self.order: dict[str, int] = {}
         self.after_schedule: Callable[[Any], None] | None = None
         self.preempted = 0
+        self.preempted_names: set[str] = set()
+        #: Steps whose output carried NaN counts, and those in which a count was not zero.
+        self.counted = self.poisoned = 0
+        #: How many drafted tokens were accepted: how often.
+        self.accepted: Counter[int] = Counter()
         self._watch()
 
     def _watch(self) -> None:
@@ -125,6 +131,7 @@ class Served:
             rows = tuple((self.external.get(name, name), n) for name, n in output.num_scheduled_tokens.items())
             self.steps += [rows] if rows else []
             self.preempted += len(output.preempted_req_ids or ())
+            self.preempted_names |= set(output.preempted_req_ids or ())
             if self.after_schedule is not None and rows:
                 hook, self.after_schedule = self.after_schedule, None
                 hook(output)
@@ -132,6 +139,11 @@ class Served:
 
         def updated(scheduled: Any, output: Any) -> Any:
             self.order = dict(output.req_id_to_index)
+            self.counted += output.num_nans_in_logits is not None
+            self.poisoned += any((output.num_nans_in_logits or {}).values())
+            for name in scheduled.scheduled_spec_decode_tokens:
+                sampled = output.sampled_token_ids[output.req_id_to_index[name]]
+                self.accepted.update([len(sampled) - 1] if len(sampled) else [])
             return update(scheduled, output)
 
         self.scheduler.schedule, self.scheduler.update_from_output = watched, updated
@@ -163,6 +175,17 @@ class Served:
                     list(completion.token_ids), rows, completion.finish_reason, output.num_cached_tokens or 0
                 )
                 del self.external[name]
+
+    def until_generated(self, name: str, tokens: int) -> None:
+        """Step until the request has this many tokens of output; an error if it ends or does not come to run."""
+        for _ in range(500):
+            request = self.scheduler.requests.get(name)
+            if request is None:
+                raise AssertionError(f"request {name} ended before it had {tokens} tokens")
+            if request.num_output_tokens >= tokens:
+                return
+            self.step()
+        raise AssertionError(f"request {name} does not run: {request.num_output_tokens} tokens after 500 steps")
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name], internal=True)

@@ -43,6 +43,7 @@ def test_counts_name_only_requests_with_nans() -> None:
 
 def test_what_keeps_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "counts_without_waiting", lambda: True)
+    monkeypatch.setattr(isolation, "counting", lambda: True)
     monkeypatch.setenv(isolation.COUNT, "0")
     assert not isolation.install(config())
     monkeypatch.delenv(isolation.COUNT)
@@ -56,3 +57,8 @@ def test_what_keeps_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isolation.install(old)
     assert isolation.install(old)
     assert old.scheduler_config.scheduler_cls == f"{isolation.__name__}.scheduler"
+    # vLLM has kept what it read of its environment before: it will count nothing whatever we set now.
+    monkeypatch.setattr(isolation, "counting", lambda: False)
+    late = config()
+    assert not isolation.install(late)
+    assert late.scheduler_config.scheduler_cls is None

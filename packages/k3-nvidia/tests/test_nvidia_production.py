@@ -108,9 +108,8 @@ def test_a_neighbour_that_is_struck_as_well_is_noticed(
     """The mutant of the check above: poison that reaches another request's state."""
     honest = production_isolation.Attack.fill
 
-    def wide(self: Any, name: str, which: int, value: float) -> None:
-        for other in list(self.served.external):
-            honest(self, other, which, value)
+    def wide(self: Any, name: str, which: int, value: float) -> int:
+        return sum(honest(self, other, which, value) for other in list(self.served.external))
 
     monkeypatch.setattr(production_isolation.Attack, "fill", wide)
     attack = production_isolation.Attack(check, served)

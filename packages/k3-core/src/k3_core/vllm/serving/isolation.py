@@ -53,6 +53,9 @@ def install(vllm_config: Any) -> bool:
         logger.warning("--scheduler-cls replaces the scheduler that ends requests with logits that are not finite")
         return False
     os.environ[COUNT] = "1"  # worker processes inherit it
+    if not counting():
+        logger.warning("%s=1 comes too late in this process: requests with logits not finite will not be ended", COUNT)
+        return False
     settings.scheduler_cls = name
     return True
 
@@ -96,8 +99,14 @@ def isolating(base: type[Any]) -> type[Any]:
     """``base``, a scheduler of vLLM, that finishes poisoned requests before it takes their tokens."""
 
     class IsolatingScheduler(base):
+        _silent = False
+
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            names = poisoned(model_runner_output.num_nans_in_logits)
+            counts = model_runner_output.num_nans_in_logits
+            if not counts and model_runner_output.req_ids and not self._silent:
+                self._silent = True
+                logger.error("vLLM's model runner counts no NaNs: requests with logits not finite will not be ended")
+            names = poisoned(counts)
             ended = end(self, names) if names else []
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             for request in ended:
