@@ -36,6 +36,7 @@ from harness import (
 
 from k3_core.contracts import kda as contract
 from k3_nvidia.kernels import kda_flash, kda_plan, kda_prefill, kda_step
+from k3_nvidia.tuning import kda as tuning
 
 BOUND = -5.0
 DIM = 128
@@ -45,17 +46,16 @@ HEADLINES = [(6, (8192,)), (12, (8192,)), (6, (32768,)), (12, (32768,)), (96, (8
 SWEEP = [
     (heads, lengths)
     for lengths in (
-        (1024,),
-        (2048,) * 4,
-        (512,) * 16,
-        (4096,),
         (1024,) * 8,
+        (512,) * 16,
+        (2048,) * 4,
         (8192,) * 4,
         (7000, 900, 200, 92),
+        (1024,),
+        (4096,),
         (16384,),
     )
     for heads in (6, 12, 24, 48, 96)
-    if heads * sum(lengths) <= 96 * 16384
 ]
 DECODE = [
     *((12, n) for n in (1, 8, 32, 64, 128, 256)),
@@ -361,6 +361,14 @@ def plan_rows() -> list[tuple[str, Any]]:
     return rows
 
 
+def stale(row: dict[str, Any]) -> bool:
+    """Whether a finished prefill row shows another implementation than tuning/kda_prefill.json chooses by now."""
+    if "longest" not in row or row.get("engine") not in (kda_plan.CHUNKS, kda_plan.FLASH):
+        return False
+    chosen = tuning.prefill_engine(row["heads"], row["tokens"], row["longest"], torch.cuda.get_device_name())
+    return chosen != row["engine"] and f"{chosen}_graph_us" in row
+
+
 def run(out: Path, slices: Sequence[str]) -> None:
     """Measures what is missing in <out>/kda.json and prints a table."""
     results = Results(out / "kda.json")
@@ -370,10 +378,11 @@ def run(out: Path, slices: Sequence[str]) -> None:
     for key, measure in plan_rows():
         if slices and not any(s in key for s in slices):
             continue
-        if time.monotonic() > stop and key not in results.rows:
+        redo = stale(results.rows.get(key, {}))
+        if time.monotonic() > stop and (redo or key not in results.rows):
             print(f"{key}: not begun, K3_BENCH_SECONDS are over", flush=True)
             continue
-        row = with_floor(results.row(key, measure), copy)
+        row = with_floor(results.row(key, measure, redo), copy)
         results.save()
         torch.cuda.empty_cache()
         if row is None or isinstance(row.get("error"), str):

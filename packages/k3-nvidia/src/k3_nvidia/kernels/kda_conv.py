@@ -35,9 +35,9 @@ def short_conv_kernel(
     x_ptr, weight_ptr, state_ptr, out_ptr, chunk_ptr, cu_ptr, slot_ptr, init_ptr,
     x_stride, out_stride, weight_stride, state_stride, channel_stride, column_stride, slot_stride, channels,
     part_channels, part_stride,
-    BC: tl.constexpr,
+    BC: tl.constexpr, TR: tl.constexpr,
 ):  # fmt: skip
-    """Grid (channel blocks, chunks); chunk_ptr as in kda_chunk.
+    """Grid (channel blocks, chunks); chunk_ptr as in kda_chunk. A tile is TR tokens (3 or more) of BC channels.
 
     Channels of a part (q, k or v) are written part_stride apart: three dense tensors instead of one, at no extra pass.
     The first chunk of a sequence also writes the new state: it is the only one that reads the old.
@@ -61,8 +61,8 @@ def short_conv_kernel(
     w3 = tl.load(w_at + 3, mask=cmask, other=0.0)[None, :]
     use_state = old & (index == 0)
     out_at = out_ptr + (c + (c // part_channels) * (part_stride - part_channels))
-    for sub in tl.range(0, rows, 16):
-        r = sub + tl.arange(0, 16)
+    for sub in tl.range(0, rows, TR):
+        r = sub + tl.arange(0, TR)
         at = token + r
         mask = (r < rows)[:, None] & cmask[None, :]
         use = use_state & (sub == 0)

@@ -33,39 +33,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from k3_core.operators import CallSpec
 from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import kda_checks as checks
+from k3_nvidia.kernels import kda_verify as chain
 from k3_nvidia.kernels.kda_math import gate_log2, sigmoid
+from k3_nvidia.kernels.kda_token import _block_step, _inner, _norm, _zero_rows
 from k3_nvidia.tuning import kda as tuning
 
-
-@triton.jit
-def _inner(a, b):
-    """a . b as a [1] tensor, reduced inside each warp: every warp that uses a row vector holds all of it."""
-    return tl.sum((a * b)[None, :], axis=1)
-
-
-@triton.jit
-def _zero_rows(out_ptr, first, count, out_stride, head, D: tl.constexpr):
-    """Zeros for one head of rows first .. first + count."""
-    c = tl.arange(0, D)
-    for t in tl.range(0, count):
-        at = (first + t).to(tl.int64) * out_stride + head * D + c
-        tl.store(out_ptr + at, tl.zeros([D], dtype=out_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _block_step(S, q, k, v, decay, beta, rq, rk, kq):
-    """One token for a block of value rows: (new S, o)."""
-    S = S * decay[None, :]
-    a = tl.sum(S * k[None, :], axis=1)
-    b = tl.sum(S * q[None, :], axis=1)
-    u = beta * (v - rk * a) * rk
-    return S + u[:, None] * k[None, :], rq * (b + u * kq)
-
-
-@triton.jit
-def _norm(o, weight, gate, eps, D: tl.constexpr):
-    """rms_norm(o) * weight * sigmoid(gate) of one head."""
-    return o * tl.rsqrt(tl.sum(o * o, axis=0) * (1.0 / D) + eps) * weight * sigmoid(gate)
+try:
+    from k3_nvidia.kernels import kda_decode_async
+except ImportError:  # a Triton without Gluon, or with another: the form of this file serves every size
+    kda_decode_async = None
 
 
 @triton.jit
@@ -354,7 +330,12 @@ _verify_finish = Launcher(kda_verify_finish_kernel)
 _verify = Launcher(kda_verify_kernel)
 _FLOATS = (torch.bfloat16, torch.float32)
 #: Constants of kda_decode_kernel that an entry of the tuning table may leave out.
-DECODE_DEFAULTS: dict[str, Any] = {"PREFETCH": 0, "LATE": False, "KEEP": False, "EVICT": "", "PDL": False}
+DECODE_DEFAULTS: dict[str, Any] = {
+    "FORM": "blocks", "DIRECT": False, "PREFETCH": 0, "LATE": False, "KEEP": False, "EVICT": "", "PDL": False,
+}  # fmt: skip
+_TRITON_ONLY = ("STAGES", "PREFETCH", "LATE", "KEEP")
+#: FORM: "tokens" (this file), "whole" or "chain" (kda_verify). PDL: the later kernels of a chain overlap those before.
+VERIFY_DEFAULTS: dict[str, Any] = {"FORM": "tokens", "PDL": False}
 
 
 def supports_step(spec: CallSpec) -> tuple[bool, str]:
@@ -402,23 +383,45 @@ def kda_decode(
     rows, heads, dim = z.shape
     if rows == 0:
         return out
+    options = _decode_options(rows * heads, dim, qkv.device, recurrent_state.dtype)
+    strides = [checks.row_stride(x) for x in (qkv, z, beta, gate, out, conv_weight)]
+    strides += [*conv_state.stride(), recurrent_state.stride(0), slot_mapping.stride(0)]
+    if options.pop("FORM") == "async":
+        kda_decode_async.launch(
+            (heads, rows),
+            qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state, recurrent_state,
+            slot_mapping, out, float(lower_bound or 0.0), o_norm_eps, *strides,
+            BOUNDED=lower_bound is not None, H=heads, D=dim, W=options["num_warps"],
+            **{k: v for k, v in options.items() if k not in _TRITON_ONLY},
+        )  # fmt: skip
+        return out
     scratch = torch.empty(rows, heads, dim, dtype=torch.float32, device=qkv.device)
+    options.pop("DIRECT")
     _decode(
         (heads, rows),
         qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state, recurrent_state,
-        slot_mapping, out, scratch, float(lower_bound or 0.0), o_norm_eps,
-        *(checks.row_stride(x) for x in (qkv, z, beta, gate, out, conv_weight)),
-        *conv_state.stride(), recurrent_state.stride(0), slot_mapping.stride(0),
-        BOUNDED=lower_bound is not None, H=heads, D=dim, **_decode_options(rows * heads, dim, qkv.device),
+        slot_mapping, out, scratch, float(lower_bound or 0.0), o_norm_eps, *strides,
+        BOUNDED=lower_bound is not None, H=heads, D=dim, **options,
     )  # fmt: skip
     return out
 
 
-def _decode_options(programs: int, dim: int, device: torch.device) -> dict[str, Any]:
-    """Constants and launch options of kda_decode_kernel; what a device or the interpreter lacks is left out."""
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before it drains, and the L2 be asked for bytes: sm_90 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _decode_options(programs: int, dim: int, device: torch.device, state: torch.dtype) -> dict[str, Any]:
+    """Constants and launch options of a decode kernel; what a device or the interpreter lacks is left out.
+
+    FORM "async" (kda_decode_async) gives way to kda_decode_kernel where it has no code; the bits of both are the same
+    up to the order of sums.
+    """
     options = DECODE_DEFAULTS | tuning.step_launch("decode", programs, dim)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    if not _overlaps(device):
         options |= {"PREFETCH": 0, "PDL": False}
+    if dim != 128 or state != torch.float32 or not _overlaps(device) or kda_decode_async is None:
+        options["FORM"] = "blocks"
     options["PREFETCH"] = min(options["PREFETCH"], dim)
     if options["PDL"]:
         options["launch_pdl"] = True
@@ -471,8 +474,16 @@ def kda_verify(
     if rows == 0:
         return out.zero_()
     tokens, heads, dim = z.shape
+    options = VERIFY_DEFAULTS | tuning.step_launch("verify", rows * heads, dim)
+    form, overlap = options.pop("FORM"), options.pop("PDL")
+    if form != "tokens":
+        options["PDL"] = overlap and _overlaps(qkv.device)
+        chain.launch(
+            form, options, qkv, z, beta, gate, conv_weight, a_log, dt_bias, lower_bound, o_norm_weight, o_norm_eps,
+            conv_state, recurrent_state, slot_mapping, num_accepted, cu_seqlens, out,
+        )  # fmt: skip
+        return out
     scratch = torch.empty(tokens, heads, dim, dtype=torch.float32, device=qkv.device)
-    options = tuning.step_launch("verify", rows * heads, dim)
     _verify(
         (dim // options["BV"], heads, rows),
         qkv, z, beta, conv_weight, a_log, dt_bias, conv_state, recurrent_state,
