@@ -1,5 +1,5 @@
-"""Ahead-of-time compilation of the AttnRes and glue kernels for sm_90a: a script, because Triton decides at import
-whether it interprets. ``python glue_kernels_aot.py`` prints one JSON line a variant.
+"""Ahead-of-time compilation of the AttnRes and glue kernels: a script, because Triton decides at import whether it
+interprets. ``python glue_kernels_aot.py [90|100|120]`` prints one JSON line a variant.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +30,14 @@ Variant = tuple[str, Any, dict[str, Any], int, int | None]
 
 
 def variants() -> Iterator[Variant]:
-    """(name, kernel, constants, warps, register cap): AttnRes as the table has it at 1 and 8 blocks, then the rest."""
-    for max_tokens, _, config in tuning._table():
-        for blocks in (1, 8):
+    """(name, kernel, constants, warps, register cap): AttnRes as the table has it at 1 and 8 blocks, then the rest.
+
+    Its cluster kernel is another compiler's: skinny_kernels_aot.py.
+    """
+    for max_tokens, max_blocks, config in tuning._table():
+        if config.cluster:
+            continue
+        for blocks in {1, min(max_blocks, 8)}:
             constants = {
                 "NUM_BLOCKS": blocks, "HAS_DELTA": True, "HAS_WRITE": False, "HAS_NORM": True, "H": HIDDEN, "PDL": True,
                 "CHUNK": config.chunk, "KC": -(-HIDDEN // config.chunk),
@@ -42,7 +48,7 @@ def variants() -> Iterator[Variant]:
             else:
                 kernel = attn_res._attn_res_kernel
                 constants |= {"GROUP": min(config.group, blocks + 1), "PREFETCH": config.prefetch}
-            yield f"attn_res {max_tokens} n{blocks}", kernel, constants, config.warps, config.maxnreg
+            yield f"attn_res {max_tokens} {max_blocks} n{blocks}", kernel, constants, config.warps, config.maxnreg
     ring = {
         "NUM_BLOCKS": 8, "HAS_DELTA": True, "HAS_WRITE": True, "HAS_NORM": True, "H": HIDDEN, "PDL": True,
         "CHUNK": 1024, "KC": 7, "STAGES": 4,
@@ -59,6 +65,7 @@ def variants() -> Iterator[Variant]:
 
 def main() -> None:
     """One line a variant: registers, stack, spills, asynchronous copies, waits for the kernel before."""
+    arch = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     seen = set()
     for name, kernel, constants, warps, registers in variants():
         key = (kernel.__name__, tuple(constants.items()), warps, registers)
@@ -71,7 +78,7 @@ def main() -> None:
             options["maxnreg"] = registers
         if constants.get("PDL"):
             options["launch_pdl"] = True
-        binary = triton_aot.compile_kernel(kernel, constants, options, ("cuda", 90, 32), types)
+        binary = triton_aot.compile_kernel(kernel, constants, options, ("cuda", arch, 32), types)
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernel.cubin"
             cubin.write_bytes(binary.asm["cubin"])
