@@ -18,6 +18,8 @@ from production_support import difference as differ
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 32, 128) if GPU else (1, 2, 3)
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128]
+#: Tokens drafted a step, and batches in which 0 to all of them are accepted in turn.
+DRAFTS, DRAFTED_SIZES, DRAFTED_COUNT = 3, (1, 3, 8, 16) if GPU else (2,), 24
 MODES = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY") if GPU else ("NONE", "NONE")
 #: A token that chooses its experts may choose others: single rows then move further than rounding does.
 ROUTED = Rule(1.5, 1.5) if GPU else RULE
@@ -46,6 +48,50 @@ def graphs(check: Checks, work: Path, seconds: float) -> None:
             continue
         check.guard(f"graphs {mode}", lambda mode=mode, number=number: _graphs(check, folder, mode, number, expected))
         stop(None)
+    check.guard("graphs, drafts", lambda: accepted(check, folder))
+    stop(None)
+
+
+def accepted(check: Checks, folder: Path) -> None:
+    """Graphs replayed with other accepted counts: drafts of which 0 to all are right, against none without drafts.
+
+    The proposals are what the run without drafts says, with one wrong token at a varying place or none
+    (k3_core.vllm.testing.draft_engine); verification, graphs and states are the engine's own.
+    """
+    from k3_core.vllm.testing.draft_engine import propose_from
+
+    batches = {
+        f"{n} rows, round {r}": jobs_of(_lengths(n, r + 7), seed=300 + 10 * n + r, count=DRAFTED_COUNT)
+        for r in (0, 1)
+        for n in DRAFTED_SIZES
+    }
+    sizes: dict[str, Any] = {"max_num_seqs": 16, "enable_prefix_caching": False}
+    served = Served(folder, enforce_eager=True, **sizes)
+    expected = {name: served.run(batch) for name, batch in batches.items()}
+    del served
+    stop(None)
+    asked = [job for batch in batches.values() for job in batch]
+    said = [result for results in expected.values() for result in results]
+    script = [job.ids + result.tokens for job, result in zip(asked, said, strict=True)]
+    speculation = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": DRAFTS}
+    # Rows of a decoding step come in groups of one token and its drafts.
+    captured = [(1 + DRAFTS) * n for n in (1, 2, 4, 8, 16)]
+    options: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": captured}} if GPU else {}
+    served = Served(folder, speculative_config=speculation, **sizes, **options)
+    restore = propose_from(script)  # not before: it loads numba, after which no engine starts on a CPU
+    try:
+        mode = str(served.config.compilation_config.cudagraph_mode)
+        for name, batch in batches.items():
+            before = served.accepted.copy()
+            figures = pairs(served.run(batch), expected[name])
+            counts = {str(n): served.accepted[n] - before[n] for n in range(DRAFTS + 1)}
+            check(f"graphs, drafts: {name}", mode=mode, accepted=counts, **figures)
+        met = {n: served.accepted[n] for n in sorted(served.accepted)}
+        check("graphs, drafts: every count was accepted", all(met.get(n) for n in range(DRAFTS + 1)), accepted=met)
+        again = batches[f"{DRAFTED_SIZES[-1]} rows, round 0"]
+        check("graphs, drafts: replay", **pairs(served.run(again), served.run(again), Rule(0, 0)))
+    finally:
+        restore()
 
 
 def _graphs(check: Checks, folder: Path, mode: str, number: int, expected: dict[str, list[Result]]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from k3_core.vllm.testing import world
 from k3_core.vllm.testing.compiling import Watch
+from k3_core.vllm.testing.proposals import propose_on_device
 from k3_core.vllm.testing.rank_engine import answer, request, runner
 
 COUNTERS = "vllm:spec_decode_"
@@ -46,7 +47,13 @@ def propose_from(script: Sequence[Sequence[int]]) -> Callable[[], None]:
 
     cls: Any = NgramProposer
     honest, cls.propose = cls.propose, propose
-    return lambda: setattr(cls, "propose", honest)
+    restore = propose_on_device(script)  # the second runner's proposer
+
+    def undo() -> None:
+        cls.propose = honest
+        restore()
+
+    return undo
 
 
 def following(texts: Sequence[Sequence[int]], known: list[int], count: int) -> list[int]:
