@@ -59,6 +59,8 @@ def isolation(check: Checks, work: Path, seconds: float) -> None:
     served = serve(checkpoint(work))
     facts = how(served)
     check("isolation: how", facts["counting"] and "IsolatingScheduler" in facts["scheduler"], **facts)
+    if GPU:
+        check.guard("isolation: cost", lambda: cost(check))
     attack = Attack(check, served)
     for name, sampling in SAMPLINGS.items():
         for kind in attack.kinds():
@@ -96,6 +98,34 @@ def how(served: Served) -> dict[str, Any]:
         "block": served.config.cache_config.block_size,
         "step_tokens": settings.max_num_batched_tokens,
     }
+
+
+def cost(check: Checks, vocabulary: int = 163_840) -> None:
+    """Device time of marking and of vLLM's counting for the released vocabulary, us a step, by rows.
+
+    The least of twenty readings of ten calls each; other processes may share the device.
+    """
+    from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+
+    from k3_core.vllm.serving import isolation as ending
+
+    for rows in (1, 8, 32, 128):
+        logits = torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16)
+        took = {}
+        for name, call in {"mark_us": ending.mark, "count_us": get_num_nans}.items():
+            call(logits)
+            readings = []
+            for _ in range(20):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(200_000)  # the calls are queued before the first one runs
+                begin.record()
+                for _ in range(10):
+                    call(logits)
+                end.record()
+                end.synchronize()
+                readings.append(begin.elapsed_time(end) * 100)
+            took[name] = round(min(readings), 2)
+        check(f"isolation: cost, {rows} rows", True, **took)
 
 
 class Attack:
