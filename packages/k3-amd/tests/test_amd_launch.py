@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,52 @@ class TestGfx950(TestGfx942):
         assert {name for name, _ in traits} >= {"kda_decode_kernel", "short_conv_kernel", "kda_output_kernel"}
         assert traits <= met
         assert any(False in kinds for _, kinds in traits) is (served > triton_host.NARROW)
+
+    def test_warm_up_meets_workspaces_on_both_sides_of_two_gib(
+        self, tiny: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With the limit at 400 kB some tensors of a prompt pass it and others not, as a large prompt's do at 2 GiB."""
+        from k3_amd import warmup
+        from k3_core.vllm.serving import warmup as core_warmup
+
+        met: set[tuple[Any, ...]] = set()
+
+        def note(launcher: Any, grid: Any, *args: Any, **named: Any) -> None:
+            if triton_host._noted is not None:
+                triton_host._note(launcher.kernel, args)
+            kinds = tuple(triton_host._trait(a)[2] for a in args if isinstance(a, torch.Tensor))
+            met.add((launcher.kernel.fn.__name__, kinds))
+
+        monkeypatch.setattr(triton_host, "HIP", True)
+        monkeypatch.setattr(triton_host, "NARROW", 400_000)
+        monkeypatch.setattr(triton_host.Launcher, "__call__", note)
+        model = self.make(tiny)
+        layer = next(m for m in model.modules() if isinstance(m, KdaLayer))
+        longest, cpu = 1500, torch.device("cpu")
+
+        def run(count: int) -> None:
+            qkv, z, beta, gate = layer.project(torch.zeros(count, 256, dtype=torch.bfloat16))
+            out = torch.empty_like(z, memory_format=torch.contiguous_format)
+            layer._run(core_warmup._prompts(layer, [count], cpu), qkv, z, beta, gate, out)
+
+        def warmed() -> set[tuple[Any, ...]]:
+            met.clear()
+            limits = Limits(max_num_batched_tokens=longest, max_num_seqs=8, num_spec=0)
+            warmup.WARM_UP.run_kda(layer, limits, torch.bfloat16, cpu)
+            return set(met)
+
+        with_edges = warmed()
+        layer.kv_cache = tuple(
+            torch.zeros(4, *s, dtype=d) for s, d in zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True)
+        )
+        edges = core_warmup.storage_edges(run, longest)
+        assert len(edges) >= 3
+        met.clear()
+        for before, edge in pairwise([0, *edges, longest]):
+            if edge - before > 200:  # the place of an edge is estimated, to a chunk
+                run((before + edge - 128) // 2)
+        served = set(met)
+        assert served <= with_edges
+        assert len({kinds for name, kinds in served if name == "kda_output_kernel"}) >= 2
+        monkeypatch.setattr(core_warmup, "storage_edges", lambda run, longest: [])
+        assert not served <= warmed()

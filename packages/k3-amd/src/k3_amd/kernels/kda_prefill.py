@@ -123,8 +123,9 @@ def kda_prefill(
     if plan.num_chunks == 0 or heads == 0:
         return out
     places = plan.num_chunks * heads
-    # Each [chunks, heads, 64, D] (U transposed: [.., D, 64]).
-    w, ut, qg, kg = torch.empty(4, places, CHUNK * dim, dtype=torch.bfloat16, device=q.device).unbind(0)
+    # Each [chunks, heads, 64, D] (U transposed: [.., D, 64]); four storages, as beyond 2 GiB AMD's compiler gives up
+    # buffer instructions.
+    w, ut, qg, kg = (torch.empty(places, CHUNK * dim, dtype=torch.bfloat16, device=q.device) for _ in range(4))
     a = torch.empty(places, CHUNK * CHUNK, dtype=torch.bfloat16, device=q.device)
     gamma = torch.empty(places, dim, dtype=torch.float32, device=q.device)
     upcast = launch.interpreting()

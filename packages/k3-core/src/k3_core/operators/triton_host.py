@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -59,6 +59,29 @@ def as_if_wide(pool: torch.Tensor) -> torch.Tensor:
     return empty.set_(storage, pool.storage_offset(), pool.shape, pool.stride())
 
 
+#: Bytes behind each tensor that a kernel was given, while somebody notes them.
+_noted: dict[tuple[Any, int], int] | None = None
+
+
+@contextlib.contextmanager
+def noting_storages() -> Iterator[dict[tuple[Any, int], int]]:
+    """Within it, the largest storage behind each argument of each launched kernel: {(kernel, position): bytes}."""
+    global _noted
+    _noted = found = {}
+    try:
+        yield found
+    finally:
+        _noted = None
+
+
+def _note(kernel: Any, args: tuple[Any, ...]) -> None:
+    assert _noted is not None
+    for position, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            size = value.untyped_storage().size()
+            _noted[kernel, position] = max(size, _noted.get((kernel, position), 0))
+
+
 def _trait(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0, HIP and value.untyped_storage().size() <= NARROW
@@ -76,6 +99,8 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         """Launches on the current device and stream."""
+        if _noted is not None:
+            _note(self.kernel, args)
         if args[0].device.type != "cuda":
             self.kernel[grid](*args, **named)
             return

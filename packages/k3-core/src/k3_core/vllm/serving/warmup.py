@@ -11,6 +11,7 @@ It happens in vLLM's own profiling run, the first forward pass of a model, so it
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -88,8 +89,12 @@ class WarmUp:
         dtype = text_model.model_config.dtype
         device = torch.device("cuda", torch.cuda.current_device())
         counts = self.token_counts(text_model.config, limits)
-        for count in counts:
+
+        def run(count: int) -> None:
             _run_tokens(text_model.model, count, dtype, device)
+
+        for count in counts + storage_edges(run, limits.max_num_batched_tokens):
+            run(count)
         kda = next((m for m in text_model.modules() if isinstance(m, KdaLayer)), None)
         if kda is not None:
             self.run_kda(kda, limits, dtype, device)
@@ -109,14 +114,23 @@ class WarmUp:
         shapes = zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True)
         pools = tuple(torch.zeros(slots, *shape, dtype=kind, device=device) for shape, kind in shapes)
         wide = [tuple(triton_host.as_if_wide(pool) for pool in pools)] if triton_host.HIP else []
+
+        def run(metadata: KdaMetadata) -> None:
+            tokens = metadata.step_tokens + metadata.prefill_tokens
+            x = torch.zeros(tokens, layer.text.hidden_size, dtype=dtype, device=device)
+            qkv, z, beta, gate = layer.project(x)
+            out = torch.empty_like(z, memory_format=torch.contiguous_format)
+            layer._run(metadata, qkv, z, beta, gate, out)
+
         try:
+            layer.kv_cache = pools
+            longest = limits.max_num_batched_tokens
+            edges = storage_edges(lambda count: run(_prompts(layer, [count], device)), longest)
             for layer.kv_cache in (pools, *wide):
                 for metadata in self.steps(layer, limits, device):
-                    tokens = metadata.step_tokens + metadata.prefill_tokens
-                    x = torch.zeros(tokens, layer.text.hidden_size, dtype=dtype, device=device)
-                    qkv, z, beta, gate = layer.project(x)
-                    out = torch.empty_like(z, memory_format=torch.contiguous_format)
-                    layer._run(metadata, qkv, z, beta, gate, out)
+                    run(metadata)
+                for count in edges:
+                    run(_prompts(layer, [count], device))
         finally:
             layer.kv_cache = bound
 
@@ -138,16 +152,44 @@ class WarmUp:
             total = sum(lengths)
             if not 0 < total <= longest:
                 continue
-            bounds = [0, *accumulate(lengths)]
-            plan = layer.plan_prefill(np.array(bounds), device)
-            fresh = torch.zeros(len(lengths), dtype=torch.bool, device=device)
-            # Slot 1 is the pool's own; further sequences go to the null block and touch nothing.
-            where = ints([1] + [0] * (len(lengths) - 1))
-            yield KdaMetadata(0, total, prefill=Prefill(where, ints(bounds), fresh, plan))
+            yield _prompts(layer, lengths, device)
         # The lengths above are cut as the cost model likes; later ones may be cut where none of these was.
         for plan in self.plans(layer, longest, device):
             fresh = torch.zeros(1, dtype=torch.bool, device=device)
             yield KdaMetadata(0, longest, prefill=Prefill(ints([1]), ints([0, longest]), fresh, plan))
+
+
+def _prompts(layer: KdaLayer, lengths: list[int], device: torch.device) -> KdaMetadata:
+    """A step of fresh prompts. Slot 1 is the pool's own; further sequences go to the null block and touch nothing."""
+    bounds = [0, *accumulate(lengths)]
+    plan = layer.plan_prefill(np.array(bounds), device)
+    fresh = torch.zeros(len(lengths), dtype=torch.bool, device=device)
+    where, ends = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([1] + [0] * (len(lengths) - 1), bounds))
+    return KdaMetadata(0, bounds[-1], prefill=Prefill(where, ends, fresh, plan))
+
+
+def storage_edges(run: Callable[[int], None], longest: int) -> list[int]:
+    """On AMD: token counts below ``longest`` from which one more tensor that a kernel gets has over 2 GiB behind it.
+
+    Kernels are compiled for either kind of storage, so between two edges they are others than beyond both. Storages
+    grow by the token; ``run(tokens)`` launches what a step of so many launches, and two runs tell by how much. The
+    count is a chunk past the edge: workspaces grow by chunks.
+    """
+    if not triton_host.HIP or longest < 4:
+        return []
+    few, many = longest // 4, longest // 2
+    found = []
+    for tokens in (few, many):
+        with triton_host.noting_storages() as sizes:
+            run(tokens)
+        found.append(sizes)
+    edges = set()
+    for key in found[0].keys() & found[1].keys():
+        growth = (found[1][key] - found[0][key]) / (many - few)
+        if growth > 0:
+            edge = many + math.ceil((triton_host.NARROW + 1 - found[1][key]) / growth)
+            edges.add(min(max(edge, 0) + 64, longest))
+    return sorted(edge for edge in edges if edge < longest)
 
 
 def _run_tokens(model: Any, count: int, dtype: torch.dtype, device: torch.device) -> None:
