@@ -128,6 +128,16 @@ def test_kernels_outside_the_table(name: str) -> None:
     compare_placed(*OUTSIDE[name])
 
 
+def test_few_rows_that_are_too_far_apart_are_refused() -> None:
+    """Up to 16 rows: their offsets are 32-bit products, and nothing that a model hands over comes near."""
+    apart = torch.empty(1, dtype=DTYPE, device="meta").as_strided((4, 512), (1 << 27, 1))
+    weight = torch.empty(96, 512, dtype=DTYPE, device="meta")
+    assert skinny_gemm.supports(weight[:4], weight)[0]
+    assert "elements apart" in skinny_gemm.supports(apart, weight)[1]
+    with pytest.raises(ValueError, match="too far"):
+        glue.kda_inputs(apart[:, :128], weight[:4, :6], weight[:, :128])
+
+
 @pytest.mark.skipif(not CUDA, reason="the CuTe kernel runs on a GPU only")
 def test_the_cute_product() -> None:
     ok, why = skinny_cute.available()

@@ -203,6 +203,8 @@ def kda_inputs(f: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> tuple[
     (rows, inner), (width, columns), heads = f.shape, weight.shape, b.shape[1]
     if not 1 <= rows <= MAX_ROWS or b.shape[0] != rows or columns != inner or inner > MAX_INNER:
         raise ValueError(f"kda_inputs: f {tuple(f.shape)}, b {tuple(b.shape)} and weight {tuple(weight.shape)}")
+    if max(f.stride(0), b.stride(0)) * MAX_ROWS >= 1 << 31:
+        raise ValueError(f"kda_inputs: rows of f and b are {f.stride(0)} and {b.stride(0)} elements apart, too far")
     z = torch.empty(rows, width, dtype=f.dtype, device=f.device)
     beta = torch.empty(rows, heads, dtype=torch.float32, device=f.device)
     block = 32

@@ -32,6 +32,7 @@ from k3_core.operators.triton_host import Launcher, interpreting
 MAX_ROWS = 16
 MAX_VECTOR_ROWS = 4
 MAX_TILES = 8192
+MAX_STRIDE = (1 << 31) // MAX_ROWS - 1
 #: Elements of 16 bytes.
 VECTOR = 8
 
@@ -239,6 +240,9 @@ def supports(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | Non
             return False, f"skinny_gemm: residual is {residual.dtype} {tuple(residual.shape)}, not like the result"
         if residual.stride(1) != 1:
             return False, "skinny_gemm: rows of the residual must be contiguous"
+    # Row numbers times these strides are 32-bit products in the kernels; a weight's are 64-bit ones.
+    if max(x.stride(0), 0 if residual is None else residual.stride(0)) > MAX_STRIDE:
+        return False, f"skinny_gemm: rows of x and the residual may be {MAX_STRIDE} elements apart"
     return True, "skinny_gemm: supported"
 
 
