@@ -17,7 +17,7 @@ from k3_core.errors import UnsupportedError
 from k3_core.operators import CallSpec
 from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import kda_checks as checks
-from k3_nvidia.kernels import kda_flash
+from k3_nvidia.kernels import kda_chunk_cuda, kda_flash
 from k3_nvidia.kernels.kda_chunk import CHUNK, kda_chunk_kernel, kda_prepare_kernel
 from k3_nvidia.kernels.kda_conv import gated_norm_kernel, short_conv_kernel
 from k3_nvidia.kernels.kda_math import LOG2E, MAX_HALF_RANGE
@@ -138,7 +138,34 @@ def kda_prefill(
     )
     a = torch.empty(plan.num_chunks * heads, CHUNK * CHUNK, dtype=torch.bfloat16, device=q.device)
     gamma = torch.empty(plan.num_chunks * heads, dim, dtype=torch.float32, device=q.device)
+    _inside_chunks(q, k, v, z, beta, a_log, dt_bias, lower_bound, plan, (w, ut, qg, kg, a, gamma))
+    start = gamma  # not read unless a sequence was cut
+    if plan.order.numel():
+        start = _cross_segments(w, ut, kg, gamma, recurrent_state, slot_mapping, has_initial_state, plan, heads, dim)
+    options = tuning.launch("output", _shared(q.device))
+    options["BR"] = min(options["BR"], dim)
+    _output(
+        (dim // options["BR"], heads, plan.num_segments),
+        w, ut, qg, kg, a, gamma, plan.chunks, plan.segments, start, out,
+        recurrent_state, slot_mapping, has_initial_state,
+        checks.row_stride(out), recurrent_state.stride(0), slot_mapping.stride(0), heads,
+        D=dim, UPCAST=upcast, **options,
+    )  # fmt: skip
+    return out
+
+
+def _inside_chunks(
+    q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor,
+    lower_bound: float | None, plan: PrefillPlan, outputs: tuple[Tensor, ...],
+) -> None:  # fmt: skip
+    """Fills (w, ut, qg, kg, a, gamma) of every chunk: kda_chunk_cuda where it can and tuning says so, else Triton."""
+    heads, dim = q.shape[1:]
     bound, split = float(lower_bound or 0.0), fits_split(lower_bound)
+    blocks = tuning.chunk_blocks()
+    if blocks and not kda_chunk_cuda.refusal(q, k, v, z, beta, split):
+        kda_chunk_cuda.chunk(q, k, v, z, beta, a_log, dt_bias, bound, plan.chunks, *outputs, blocks=blocks)
+        return
+    w, ut, qg, kg, a, gamma = outputs
     places = plan.num_chunks * heads
     scale = torch.empty(places, 2 * CHUNK, dtype=torch.float32, device=q.device)
     g, middle = gamma, gamma  # not read unless the gate is bounded
@@ -158,21 +185,8 @@ def kda_prefill(
         q, k, v, z, scale, g, middle, beta, a_log, dt_bias, bound,
         plan.chunks, w, ut, qg, kg, a, gamma,
         *(checks.row_stride(x) for x in (q, k, v, z, beta)), heads,
-        BOUNDED=lower_bound is not None, SPLIT=split, D=dim, UPCAST=upcast, **options,
+        BOUNDED=lower_bound is not None, SPLIT=split, D=dim, UPCAST=checks.interpreted(), **options,
     )  # fmt: skip
-    start = gamma  # not read unless a sequence was cut
-    if plan.order.numel():
-        start = _cross_segments(w, ut, kg, gamma, recurrent_state, slot_mapping, has_initial_state, plan, heads, dim)
-    options = tuning.launch("output", _shared(q.device))
-    options["BR"] = min(options["BR"], dim)
-    _output(
-        (dim // options["BR"], heads, plan.num_segments),
-        w, ut, qg, kg, a, gamma, plan.chunks, plan.segments, start, out,
-        recurrent_state, slot_mapping, has_initial_state,
-        checks.row_stride(out), recurrent_state.stride(0), slot_mapping.stride(0), heads,
-        D=dim, UPCAST=upcast, **options,
-    )  # fmt: skip
-    return out
 
 
 def _cross_segments(

@@ -1,0 +1,188 @@
+// Runs a CUDA kernel of this package on the CPU: every thread of a block is a fiber, operations of a warp and barriers
+// are meetings, who runs next is drawn at random, shared memory starts as NaN. Included before the kernel's source with
+// HOST_EMULATION defined; offers the names that its device part offers. Layouts are those of the PTX manual.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#include <random>
+#include <vector>
+
+struct uint2 { unsigned x, y; };
+struct float2 { float x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float4 { float x, y, z, w; };
+struct dim3_ { int x, y, z; };
+static dim3_ threadIdx, blockIdx;
+#define DEVICE static inline
+#define __global__
+#define __launch_bounds__(...)
+#define SHARED(name) char *name = emulator.shared
+
+struct Frag { unsigned x[4]; };
+
+struct Meeting { unsigned given[2][32][8]; int arrived = 0; long generation = 0; };
+struct Barrier { int arrived = 0; long generation = 0; };
+
+struct Emulator {
+    std::vector<ucontext_t> fibers;
+    std::vector<char *> stacks;
+    ucontext_t home;
+    std::vector<int> done;
+    std::vector<Meeting> warps;
+    std::vector<long> met;  // meetings a thread took part in
+    std::vector<const long *> waits;
+    std::vector<long> turns;
+    Barrier barriers[16];
+    char *shared = nullptr;
+    int current = 0, threads = 0;
+    std::mt19937 random{1};
+
+    // Runs others until the counter has passed the turn.
+    void await(const long *counter, long turn) {
+        waits[current] = counter;
+        turns[current] = turn;
+        swapcontext(&fibers[current], &home);
+    }
+
+    // Gives up to eight words, returns those of all lanes; they stay until this lane's next meeting but one.
+    const unsigned (*meet(std::initializer_list<unsigned> words))[8] {
+        Meeting &m = warps[current / 32];
+        const long turn = met[current]++;
+        std::copy(words.begin(), words.end(), m.given[turn % 2][current % 32]);
+        if (++m.arrived == 32) { m.arrived = 0; m.generation++; }
+        if (m.generation <= turn) await(&m.generation, turn);
+        return m.given[turn % 2];
+    }
+    void arrive(int id, int count, bool wait) {
+        Barrier &b = barriers[id];
+        const long turn = b.generation;
+        if (++b.arrived == count) { b.arrived = 0; b.generation++; }
+        if (wait && b.generation == turn) await(&b.generation, turn);
+    }
+    template <class Body> void run(int count, int shared_bytes, Body body) {
+        threads = count;
+        fibers.resize(count);
+        while ((int)stacks.size() < count) stacks.push_back((char *)std::malloc(1 << 17));
+        done.assign(count, 0);
+        warps.assign(count / 32, Meeting());
+        met.assign(count, 0);
+        static const long free_to_run = 1;
+        waits.assign(count, &free_to_run);
+        turns.assign(count, 0);
+        for (Barrier &b : barriers) b = Barrier();
+        shared = (char *)std::aligned_alloc(1024, (shared_bytes + 1023) / 1024 * 1024);
+        std::memset(shared, 0xff, shared_bytes);
+        static Body *entry;
+        entry = &body;
+        for (int i = 0; i < count; i++) {
+            getcontext(&fibers[i]);
+            fibers[i].uc_stack.ss_sp = stacks[i];
+            fibers[i].uc_stack.ss_size = 1 << 17;
+            fibers[i].uc_link = nullptr;
+            makecontext(&fibers[i], (void (*)())(void (*)(int))+[](int n) {
+                (*entry)();
+                extern Emulator emulator;
+                emulator.done[n] = 1;
+                swapcontext(&emulator.fibers[n], &emulator.home);
+            }, 1, i);
+        }
+        int left = count;
+        long idle = 0;
+        while (left) {
+            current = random() % count;
+            if (++idle > 100000) { std::fprintf(stderr, "the block hangs\n"); std::abort(); }
+            if (done[current] || *waits[current] <= turns[current]) continue;
+            idle = 0;
+            threadIdx = {current, 0, 0};
+            swapcontext(&home, &fibers[current]);
+            left -= done[current];
+        }
+        std::free(shared);
+    }
+};
+Emulator emulator;
+
+inline float as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline unsigned as_word(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
+inline float ex2(float x) { float y = std::exp2(x); return std::fabs(y) < 1.1754944e-38f ? 0.0f : y; }
+inline float rcp(float x) { return 1.0f / x; }
+inline float rsq(float x) { return 1.0f / std::sqrt(x); }
+inline float fused(float a, float b, float c) { return std::fma(a, b, c); }
+inline unsigned round_bf16(float x) {
+    unsigned y = as_word(x);
+    if (x != x) return 0x7fff;
+    return (y + 0x7fff + (y >> 16 & 1)) >> 16;
+}
+inline unsigned round_f16(float x) { _Float16 y = (_Float16)x; uint16_t z; std::memcpy(&z, &y, 2); return z; }
+inline float from_bf16(unsigned x) { return as_float(x << 16); }
+inline float from_f16(unsigned x) { uint16_t z = x; _Float16 y; std::memcpy(&y, &z, 2); return (float)y; }
+inline unsigned pack_bf16(float a, float b) { return round_bf16(a) | round_bf16(b) << 16; }
+inline unsigned pack_f16(float a, float b) { return round_f16(a) | round_f16(b) << 16; }
+inline uint4 load16(const void *p, bool inside) {
+    uint4 y = {0, 0, 0, 0};
+    if ((uintptr_t)p % 16) { std::fprintf(stderr, "unaligned\n"); std::abort(); }
+    if (inside) std::memcpy(&y, p, 16);
+    return y;
+}
+inline void copy16(char *shared, int at, const void *p, bool inside) {
+    uint4 y = load16(p, inside);
+    std::memcpy(shared + at, &y, 16);
+}
+inline void copies_done() {}
+inline float exchange(float x, int source) { return as_float(emulator.meet({as_word(x)})[source][0]); }
+inline int self() { return emulator.current % 32; }
+inline float shift_rows(float x, int lanes) { int s = self() - lanes; return exchange(x, s < 0 ? self() : s); }
+inline float swap_lanes(float x, int mask) { return exchange(x, self() ^ mask); }
+inline void sync_all() { emulator.arrive(0, emulator.threads, true); }
+inline void arrive(int barrier, int threads) { emulator.arrive(barrier, threads, false); }
+inline void await(int barrier, int threads) { emulator.arrive(barrier, threads, true); }
+
+inline float half_of(unsigned word, int i, bool bf16) {
+    unsigned x = i ? word >> 16 : word & 0xffff;
+    return bf16 ? from_bf16(x) : from_f16(x);
+}
+inline void mma(float *c, const unsigned *a, unsigned b0, unsigned b1, bool bf16) {
+    const unsigned (*all)[8] = emulator.meet({a[0], a[1], a[2], a[3], b0, b1});
+    const int g = self() / 4, t = self() % 4;
+    for (int i = 0; i < 4; i++) {
+        const int row = g + 8 * (i / 2), col = 2 * t + i % 2;
+        double sum = c[i];
+        for (int k = 0; k < 16; k++) {
+            // a: lane (row % 8, k % 8 / 2), register row / 8 + 2 (k / 8); b: lane (col, k % 8 / 2), register k / 8
+            const unsigned x = all[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)];
+            const unsigned y = all[col * 4 + k % 8 / 2][4 + k / 8];
+            sum += (double)half_of(x, k % 2, bf16) * half_of(y, k % 2, bf16);
+        }
+        c[i] = (float)sum;
+    }
+}
+inline void mma_bf16(float *c, const unsigned *a, unsigned b0, unsigned b1) { mma(c, a, b0, b1, true); }
+inline void mma_f16(float *c, const unsigned *a, unsigned b0, unsigned b1) { mma(c, a, b0, b1, false); }
+inline unsigned transpose8(unsigned x) {
+    const unsigned (*all)[8] = emulator.meet({x});
+    const int g = self() / 4, t = self() % 4;
+    unsigned y = 0;
+    for (int i = 0; i < 2; i++) y |= (all[(2 * t + i) * 4 + g / 2][0] >> (16 * (g % 2)) & 0xffff) << (16 * i);
+    return y;
+}
+inline Frag load_transposed(const char *shared, int at) {
+    const unsigned (*all)[8] = emulator.meet({(unsigned)at});
+    const int g = self() / 4, t = self() % 4;
+    Frag y;
+    for (int m = 0; m < 4; m++) {
+        y.x[m] = 0;
+        for (int i = 0; i < 2; i++) {
+            uint16_t z;
+            std::memcpy(&z, shared + all[8 * m + 2 * t + i][0] + 2 * g, 2);
+            y.x[m] |= (unsigned)z << (16 * i);
+        }
+    }
+    return y;
+}
