@@ -40,6 +40,10 @@ def _async(rows: int, warps: int, **more: Any) -> Config:
     return {"BV": rows, "STAGES": 3, "num_warps": warps, "FORM": "async", **more}
 
 
+def _cluster(split: int, warps: int, **more: Any) -> Config:
+    return {"BV": 32, "STAGES": 3, "num_warps": warps, "FORM": "cluster", "SPLIT": split, "PDL": True, **more}
+
+
 #: What each is for: docs/notes/kda-hopper.md. The first is the reference of the comparison of outputs.
 DECODE: dict[str, Config] = {
     "blocks keep": _blocks(32, 3, 8, KEEP=True),
@@ -57,6 +61,13 @@ DECODE: dict[str, Config] = {
     "async whole pdl": _async(128, 16, PDL=True),
     "direct pdl": _async(128, 16, DIRECT=True, PDL=True),
     "direct8 pdl": _async(128, 8, DIRECT=True, PDL=True),
+    "cluster 4x4": _cluster(4, 4),
+    "cluster 4x8": _cluster(4, 8),
+    "cluster 2x8": _cluster(2, 8),
+    "cluster 1x16": _cluster(1, 16),
+    "cluster 1x8 bulk": _cluster(1, 8, BULK=True),
+    "cluster 2x4 bulk": _cluster(2, 4, BULK=True),
+    "cluster 4x4 five": _cluster(4, 4, BLOCKS=5),
 }
 #: One kernel a token and block against the chain of kda_verify; the first is the reference of the outputs.
 VERIFY: dict[str, Config] = {

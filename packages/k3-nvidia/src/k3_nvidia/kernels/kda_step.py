@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from k3_core.operators import CallSpec
 from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import kda_checks as checks
+from k3_nvidia.kernels import kda_decode_cuda
 from k3_nvidia.kernels import kda_verify as chain
 from k3_nvidia.kernels.kda_math import gate_log2, sigmoid
 from k3_nvidia.kernels.kda_token import _block_step, _inner, _norm, _zero_rows
@@ -331,8 +332,10 @@ _verify = Launcher(kda_verify_kernel)
 _FLOATS = (torch.bfloat16, torch.float32)
 #: Constants of kda_decode_kernel that an entry of the tuning table may leave out.
 DECODE_DEFAULTS: dict[str, Any] = {
-    "FORM": "blocks", "DIRECT": False, "PREFETCH": 0, "LATE": False, "KEEP": False, "EVICT": "", "PDL": False,
+    "FORM": "blocks", "DIRECT": False, "SPLIT": 1, "BULK": False, "BLOCKS": 1,
+    "PREFETCH": 0, "LATE": False, "KEEP": False, "EVICT": "", "PDL": False,
 }  # fmt: skip
+_OTHER_FORMS = ("DIRECT", "SPLIT", "BULK", "BLOCKS")
 _TRITON_ONLY = ("STAGES", "PREFETCH", "LATE", "KEEP")
 #: FORM: "tokens" (this file), "whole" or "chain" (kda_verify). PDL: the later kernels of a chain overlap those before.
 VERIFY_DEFAULTS: dict[str, Any] = {"FORM": "tokens", "PDL": False}
@@ -386,17 +389,26 @@ def kda_decode(
     options = _decode_options(rows * heads, dim, qkv.device, recurrent_state.dtype)
     strides = [checks.row_stride(x) for x in (qkv, z, beta, gate, out, conv_weight)]
     strides += [*conv_state.stride(), recurrent_state.stride(0), slot_mapping.stride(0)]
-    if options.pop("FORM") == "async":
+    form = options.pop("FORM")
+    if form == "cluster" and not kda_decode_cuda.refusal(
+        qkv, z, gate, out, conv_weight, o_norm_weight, recurrent_state
+    ):
+        kda_decode_cuda.decode(
+            options, qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state, recurrent_state,
+            slot_mapping, out, lower_bound, o_norm_eps, strides[:5],
+        )  # fmt: skip
+        return out
+    if form == "async":
         kda_decode_async.launch(
             (heads, rows),
             qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state, recurrent_state,
             slot_mapping, out, float(lower_bound or 0.0), o_norm_eps, *strides,
             BOUNDED=lower_bound is not None, H=heads, D=dim, W=options["num_warps"],
-            **{k: v for k, v in options.items() if k not in _TRITON_ONLY},
+            **{k: v for k, v in options.items() if k not in (*_TRITON_ONLY, "SPLIT", "BULK", "BLOCKS")},
         )  # fmt: skip
         return out
     scratch = torch.empty(rows, heads, dim, dtype=torch.float32, device=qkv.device)
-    options.pop("DIRECT")
+    options = {k: v for k, v in options.items() if k not in _OTHER_FORMS}
     _decode(
         (heads, rows),
         qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state, recurrent_state,
@@ -414,13 +426,15 @@ def _overlaps(device: torch.device) -> bool:
 def _decode_options(programs: int, dim: int, device: torch.device, state: torch.dtype) -> dict[str, Any]:
     """Constants and launch options of a decode kernel; what a device or the interpreter lacks is left out.
 
-    FORM "async" (kda_decode_async) gives way to kda_decode_kernel where it has no code; the bits of both are the same
-    up to the order of sums.
+    FORM "async" (kda_decode_async) and "cluster" (kda_decode_cuda) give way to kda_decode_kernel where they have no
+    code; all compute the same up to the order of sums.
     """
     options = DECODE_DEFAULTS | tuning.step_launch("decode", programs, dim)
     if not _overlaps(device):
         options |= {"PREFETCH": 0, "PDL": False}
-    if dim != 128 or state != torch.float32 or not _overlaps(device) or kda_decode_async is None:
+    if options["FORM"] == "async" and (
+        dim != 128 or state != torch.float32 or not _overlaps(device) or kda_decode_async is None
+    ):
         options["FORM"] = "blocks"
     options["PREFETCH"] = min(options["PREFETCH"], dim)
     if options["PDL"]:

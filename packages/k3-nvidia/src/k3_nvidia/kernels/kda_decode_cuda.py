@@ -1,0 +1,125 @@
+"""KDA decode by clusters of blocks that share a head's value rows (cuda/kda_decode.cu).
+
+For bfloat16 activations and fp32 states of 128 channels on compute capability 9.0 and newer; everything else runs the
+Triton forms of kda_step. Same results up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3_nvidia.kernels import cuda_host
+
+DIM = 128
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_OVERLAP = 6
+
+
+class Arguments(ctypes.Structure):
+    """`Args` of the source: addresses, strides in elements, the bound as a natural log, heads."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "z", "beta", "gate", "weight", "a_log", "dt_bias", "norm")),
+        *((name, ctypes.c_void_p) for name in ("conv", "state", "slot", "out")),
+        *((f"{name}_stride", ctypes.c_longlong) for name in ("qkv", "z", "beta", "gate", "out")),
+        *((f"{name}_stride", ctypes.c_longlong) for name in ("conv", "channel", "column", "state", "slot")),
+        ("bound", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("heads", ctypes.c_int),
+    ]
+
+
+class _Value(ctypes.Union):
+    _fields_ = [("number", ctypes.c_int), ("pad", ctypes.c_char * 64)]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", _Value)]
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig of the driver."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class DecodeKernel(cuda_host.CudaKernel):
+    """One variant; a launch may overlap the end of the kernel before it."""
+
+    def __init__(self, split: int, warps: int, bulk: bool, overlap: bool, **definitions: int) -> None:
+        rows = DIM // split
+        if rows % (4 * warps):
+            raise ValueError(f"kda_decode: {warps} warps cannot share {rows} rows of a block in fours")
+        self.split, self.overlap = split, overlap
+        # As counted at the top of the source.
+        shared = 2944 + (rows * DIM * 4 if bulk else 0)
+        definitions |= {"SPLIT": split, "WARPS": warps, "BULK": int(bulk), "PDL": int(overlap)}
+        super().__init__("kda_decode", "kda_decode_cuda", 32 * warps, shared, **definitions)
+
+    def __call__(self, grid: tuple[int, int, int], arguments: ctypes.Structure, device: torch.device) -> None:
+        """As CudaKernel's, with overlap if the variant was made for it."""
+        if not self.overlap:
+            super().__call__(grid, arguments, device)
+            return
+        index = torch.cuda.current_device() if device.index is None else device.index
+        pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        attribute = _Attribute(kind=_OVERLAP, value=_Value(number=1))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        launch = _Launch(*grid, self.threads, 1, 1, self.shared, stream, ctypes.pointer(attribute), 1)
+        code = cuda_host._driver().cuLaunchKernelEx(ctypes.byref(launch), self.function(index), pointers, None)
+        if code:
+            raise RuntimeError(f"launch {self.entry}: error {code} of the CUDA driver")
+
+
+@functools.cache
+def kernel(
+    split: int, warps: int, bulk: bool, overlap: bool, blocks: int, bounded: bool, wide: bool, bf16: bool
+) -> Any:
+    """A variant: blocks of a cluster, warps of a block, the state by bulk copies; int64 slots; bf16 norm weight."""
+    return DecodeKernel(
+        split, warps, bulk, overlap, BLOCKS=blocks, BOUNDED=int(bounded), WIDE_SLOTS=int(wide), NORM_BF16=int(bf16)
+    )
+
+
+def refusal(qkv: Tensor, z: Tensor, gate: Tensor, out: Tensor, weight: Tensor, norm: Tensor, pool: Tensor) -> str:
+    """Why this kernel cannot take a call (arguments as checked by kda_decode), or ""."""
+    if qkv.device.type != "cuda" or torch.cuda.get_device_capability(qkv.device) < (9, 0):
+        return "clusters need compute capability 9.0"
+    if z.shape[2] != DIM:
+        return f"head dimension {z.shape[2]} is not {DIM}"
+    if any(x.dtype != torch.bfloat16 for x in (qkv, z, gate, out)):
+        return "activations are not bfloat16"
+    if pool.dtype != torch.float32 or pool.data_ptr() % 16 or pool.stride(0) % 4:
+        return "states are not fp32 slots that start on 16 bytes"
+    if weight.data_ptr() % 16:
+        return "the convolution's weights do not start on 16 bytes"
+    return "" if norm.dtype in (torch.float32, torch.bfloat16) else f"the norm's weight is {norm.dtype}"
+
+
+def decode(
+    options: dict[str, Any], qkv: Tensor, z: Tensor, beta: Tensor, gate: Tensor, weight: Tensor, a_log: Tensor,
+    dt_bias: Tensor, norm: Tensor, conv: Tensor, pool: Tensor, slots: Tensor, out: Tensor, lower_bound: float | None,
+    eps: float, strides: list[int],
+) -> None:  # fmt: skip
+    """Launches. strides: rows of qkv, z, beta, gate and out. options: SPLIT, num_warps, BULK, PDL, BLOCKS."""
+    heads = z.shape[1]
+    tensors = (qkv, z, beta, gate, weight, a_log, dt_bias, norm, conv, pool, slots, out)
+    arguments = Arguments(
+        *(x.data_ptr() for x in tensors), *strides, *conv.stride(), pool.stride(0), slots.stride(0),
+        float(lower_bound or 0.0), eps, heads,
+    )  # fmt: skip
+    made = kernel(
+        options["SPLIT"], options["num_warps"], options["BULK"], options["PDL"], options["BLOCKS"],
+        lower_bound is not None, slots.dtype == torch.int64, norm.dtype == torch.bfloat16,
+    )  # fmt: skip
+    made((options["SPLIT"], heads, z.shape[0]), arguments, qkv.device)
