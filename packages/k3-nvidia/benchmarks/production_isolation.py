@@ -56,7 +56,8 @@ class Heard(logging.Handler):
 def isolation(check: Checks, work: Path, seconds: float) -> None:
     """Poison in states, latent pages and logits; slots of others; prompts of the ended request sent again."""
     end = time.monotonic() + seconds
-    served = serve(checkpoint(work))
+    folder = checkpoint(work)
+    served = serve(folder)
     facts = how(served)
     check("isolation: how", facts["counting"] and "IsolatingScheduler" in facts["scheduler"], **facts)
     if GPU:
@@ -72,12 +73,29 @@ def isolation(check: Checks, work: Path, seconds: float) -> None:
     check(
         "isolation: counts reached the scheduler", served.poisoned > 0, steps=served.counted, with_nan=served.poisoned
     )
+    del served, attack
     stop(None)
+    if GPU:  # on a CPU vLLM has its first model runner, whose counts do not tell the rows of drafts apart
+        check.guard("isolation, drafts", lambda: drafted(check, folder, end))
+        stop(None)
 
 
-def serve(folder: Path) -> Served:
+def drafted(check: Checks, folder: Path, end: float) -> None:
+    """States struck while drafts are verified: a request has several rows of logits then."""
+    speculation = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+    attack = Attack(check, serve(folder, speculative_config=speculation))
+    for kind in ("NaN in the recurrent state", "infinity in the recurrent state", "NaN in the latent cache"):
+        if time.monotonic() > end:
+            check(f"isolation: {kind}, drafts", False, reason="not run in time")
+            continue
+        check.guard(f"isolation {kind}, drafts", lambda kind=kind: attack.run(kind, "drafts", {}))
+    accepted = {str(count): times for count, times in sorted(attack.served.accepted.items())}
+    check("isolation: drafts were verified", bool(accepted), accepted=accepted)
+
+
+def serve(folder: Path, **options: Any) -> Served:
     """The engine under attack: prefix caching, and graphs on a GPU."""
-    options: dict[str, Any] = {"compilation_config": GRAPHS} if GPU else {}
+    options |= {"compilation_config": GRAPHS} if GPU else {}
     # A step takes all prompts at once: chunks that must end at a block would make one of them wait for the others.
     sizes = {"max_num_seqs": 8, "num_gpu_blocks_override": 96, "max_model_len": 1024, "max_num_batched_tokens": 1024}
     return Served(folder, enable_prefix_caching=True, **sizes, **options)

@@ -47,7 +47,14 @@ def test_what_keeps_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(isolation.COUNT, "0")
     assert not isolation.install(config())
     monkeypatch.delenv(isolation.COUNT)
-    assert not isolation.install(config(speculative=object()))
+    assert not isolation.install(config(speculative=object()))  # vLLM's first model runner
+    newer = config(speculative=object())
+    newer.use_v2_model_runner = True
+    monkeypatch.setattr(isolation, "count_by_request", lambda: False)
+    assert not isolation.install(newer)
+    monkeypatch.setattr(isolation, "count_by_request", lambda: True)
+    assert isolation.install(newer)
+    monkeypatch.delenv(isolation.COUNT)
     assert not isolation.install(config(scheduler="mine.Scheduler"))
     monkeypatch.setattr(isolation, "counts_without_waiting", lambda: False)
     old = config()
@@ -62,3 +69,22 @@ def test_what_keeps_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     late = config()
     assert not isolation.install(late)
     assert late.scheduler_config.scheduler_cls is None
+
+
+def test_counts_of_drafts_are_summed_for_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own call counts a row a draft and would name requests by the first of them."""
+    module = pytest.importorskip("vllm.v1.worker.gpu.spec_decode.rejection_sampler")
+    batch = SimpleNamespace(cu_num_logits=torch.tensor([0, 4, 5, 5, 9], dtype=torch.int32))
+    rows = torch.tensor([0, 0, 2, 0, 0, 0, 0, 0, 7], dtype=torch.int32)
+
+    def call(self: Any, logits: Any, input_batch: Any) -> Any:
+        return SimpleNamespace(num_nans=rows if logits else None)
+
+    monkeypatch.setattr(module.RejectionSampler, "__call__", call)
+    assert isolation.count_by_request()
+    assert isolation.count_by_request()  # once is enough
+    sampler = module.RejectionSampler.__new__(module.RejectionSampler)
+    counts = sampler(True, batch).num_nans
+    assert counts.tolist() == [2, 0, 0, 7]
+    assert counts.dtype == torch.int32
+    assert sampler(False, batch).num_nans is None

@@ -13,10 +13,13 @@ anything else, for ever. Three pieces end such a request at the step it happens 
 What keeps the others clean is not here: operators read and write the slots of their own rows only, new sequences start
 from zeros whatever a slot holds, and vLLM zeroes the latent pages it hands out again.
 
-Off where it cannot be right or free: with speculation (vLLM counts a row a draft but names a row a request, so the
-count of one request would be read as another's), and in releases that wait for the counts in every step, unless
-``VLLM_COMPUTE_NANS_IN_LOGITS=1`` asks for it there. ``VLLM_COMPUTE_NANS_IN_LOGITS=0`` switches all of it off;
-``--scheduler-cls`` keeps the user's own scheduler, which then ends nothing.
+With speculation vLLM counts a row a draft but names a row a request, so the count of one request would be read as
+another's: :func:`count_by_request` sums the rows of each request, on the device, in vLLM's second model runner.
+
+Off where it cannot be right or free: with speculation in vLLM's first model runner, and in releases that wait for the
+counts in every step, unless ``VLLM_COMPUTE_NANS_IN_LOGITS=1`` asks for it there. ``VLLM_COMPUTE_NANS_IN_LOGITS=0``
+switches all of it off; ``--scheduler-cls`` keeps the user's own scheduler, which then ends nothing. Each of these, and
+a runner that counts nothing, is said in one line of the log.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 logger = logging.getLogger("vllm.plugins.k3")
 
@@ -41,7 +46,9 @@ def install(vllm_config: Any) -> bool:
     if settings.scheduler_cls == name:
         return True
     asked = os.environ.get(COUNT, "")
-    if vllm_config.speculative_config is not None:
+    if vllm_config.speculative_config is not None and not (
+        getattr(vllm_config, "use_v2_model_runner", False) and count_by_request()
+    ):
         logger.warning("speculation: vLLM's counts name the wrong request, so none is ended for logits not finite")
         return False
     if not asked and not counts_without_waiting():
@@ -77,6 +84,38 @@ def counting() -> bool:
 def mark(logits: Tensor) -> Tensor:
     """``logits`` [n, vocab] with NaN where they were infinite, in place, all other bits unchanged: x + 0 * x."""
     return logits.add_(logits, alpha=0)
+
+
+def count_by_request() -> bool:
+    """Have vLLM's second model runner sum the counts of a request's drafts, in this process; whether it has them."""
+    try:
+        from vllm.v1.worker.gpu.input_batch import InputBatch
+        from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+    except ImportError:
+        return False
+    if "cu_num_logits" not in InputBatch.__annotations__:
+        return False
+    cls: Any = RejectionSampler
+    honest = cls.__call__
+    if getattr(honest, "counts_by_request", False):
+        return True
+
+    @functools.wraps(honest)
+    def call(self: Any, logits: Tensor, input_batch: Any, *args: Any, **named: Any) -> Any:
+        output = honest(self, logits, input_batch, *args, **named)
+        if output.num_nans is not None:
+            output.num_nans = by_request(output.num_nans, input_batch.cu_num_logits)
+        return output
+
+    call.counts_by_request = True  # type: ignore[attr-defined]
+    cls.__call__ = call
+    return True
+
+
+def by_request(counts: Tensor, ends: Tensor) -> Tensor:
+    """Counts [n] of rows, summed for each request, int32 [B]; its rows are ends[i] to ends[i + 1], ends [B + 1]."""
+    running = functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    return running[ends[1:]] - running[ends[:-1]]
 
 
 def poisoned(counts: dict[str, int] | None) -> list[str]:
