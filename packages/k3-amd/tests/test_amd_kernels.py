@@ -132,7 +132,7 @@ FAR = {case.id: case for name in TABLE for case in far.cases(name, torch.bfloat1
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("name", far.params(FAR))
 def test_far_arguments_give_the_bits_of_dense_ones(name: str) -> None:
     """The same cases in the interpreter, whose integers wrap as the device's do."""
     far.check(FAR[name], IMPLEMENTATIONS[FAR[name].operator], torch.device("cpu"))

@@ -52,7 +52,7 @@ if CUDA:
     pytestmark.append(pytest.mark.gpu)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", far.params(CASES))
 def test_operators_of_the_table(name: str) -> None:
     case = CASES[name]
     far.check(case, KERNELS[case.operator], DEVICE)

@@ -301,7 +301,7 @@ def conv_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """short_conv."""
     if scale == "huge":
         for far_one in ("conv_state", "x", "out"):
-            yield _conv_case(dtype, scale, 3 * 6 * 128, (65, 3), far=(far_one,))
+            yield _conv_case(dtype, scale, 3 * 2 * 128, (65, 3), far=(far_one,))
         return
     for C in (48,) if scale == "small" else (3 * 6 * 128, 3 * 12 * 128, 3 * 96 * 128):
         for i, layout in enumerate(("SD", "DS")):
@@ -348,7 +348,7 @@ def prefill_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """kda_prefill."""
     if scale == "huge":
         for far_one in ("recurrent_state", "q", "k", "v", "z", "beta", "out"):
-            yield _prefill_case(dtype, scale, 6, 128, (65, 3), "long", far=(far_one,))
+            yield _prefill_case(dtype, scale, 2, 128, (65, 3), "long", far=(far_one,))
         return
     N, D = (2, 16) if scale == "small" else (6, 128)
     for gate in GATES:
@@ -379,7 +379,7 @@ def norm_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """gated_norm."""
     shapes: Sequence[tuple[int, int, int]] = ((5, 2, 16), (1, 3, 32), (0, 2, 16), (33, 1, 128))
     if scale != "small":
-        shapes = ((3, 6, 128),) if scale == "huge" else tuple((67, n, 128) for n in (6, 12, 96))
+        shapes = ((3, 2, 128),) if scale == "huge" else tuple((67, n, 128) for n in (6, 12, 96))
     far_ones = ("o", "gate", "out") if scale == "huge" else ("",)
     for i, (T, N, D) in enumerate(shapes):
         for far_one in far_ones:

@@ -252,7 +252,7 @@ def decode_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """kda_decode."""
     if scale == "huge":
         for far in FAR_ARGUMENTS:
-            yield _decode_case(dtype, scale, 3, 6, 128, gate="long", far=(far,))
+            yield _decode_case(dtype, scale, 3, 2, 128, gate="long", far=(far,))
         return
     N, D, i64 = (2, 16, torch.int64) if scale == "small" else (6, 128, torch.int64)
     for gate in ("mixed", "bound", "long"):
@@ -292,7 +292,7 @@ def verify_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
     """kda_verify: every accepted count, rows without drafts, padding rows, tables that end early."""
     if scale == "huge":
         for far in FAR_ARGUMENTS:
-            yield _verify_case(dtype, scale, 6, 128, 1, (2,), (2,), gate="long", far=(far,))
+            yield _verify_case(dtype, scale, 2, 128, 1, (2,), (2,), gate="long", far=(far,))
         return
     N, D = (2, 16) if scale == "small" else (6, 128)
     i64 = torch.int64

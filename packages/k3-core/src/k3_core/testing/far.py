@@ -6,12 +6,14 @@ Triton's interpreter, and several of them fit a device at a time. The conformanc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from k3_core.operators import TABLE, Implementation
+from k3_core.operators.triton_host import interpreting
 from k3_core.testing import conformance
 from k3_core.testing.case import Case, Inputs
 from k3_core.testing.poison import bits
@@ -21,6 +23,19 @@ def cases(operator: str, dtype: torch.dtype) -> list[Case]:
     """The "huge" cases of an operator but that of large expert weights, whose bytes are all needed."""
     found = conformance.cases(operator, ("huge",), [torch.float32 if operator == "route" else dtype])
     return [case for case in found if case.options["far"] != ("weights",)]
+
+
+def params(found: Mapping[str, Case]) -> list[Any]:
+    """Test parameters; where Triton interprets, a prompt's tensors are tried one of a kind unless all is asked for."""
+    import pytest
+
+    few = {"recurrent_state", "q", "out"}
+    return [
+        pytest.param(name, marks=pytest.mark.long)
+        if interpreting() and case.operator == "kda_prefill" and not few & set(case.options["far"])
+        else name
+        for name, case in found.items()
+    ]
 
 
 def placed(value: Tensor, stride: tuple[int, ...] | None = None) -> Tensor:
