@@ -38,6 +38,15 @@ def gemm_lines(rows: Mapping[str, Mapping[str, Any]]) -> Lines:
     return {label: sorted(points) for label, points in sorted(found.items(), key=lambda item: int(item[0][4:]))}
 
 
+def glue_lines(rows: Mapping[str, Mapping[str, Any]]) -> Lines:
+    """Against tokens, a line for each kernel; no rival, the floor is a copy."""
+    found: Lines = {}
+    for key, row in rows.items():
+        if "us" in row:
+            found.setdefault(key.rsplit(" ", 1)[0], []).append((row["tokens"], row["us"], None, row["copy us"]))
+    return {label: sorted(points) for label, points in found.items()}
+
+
 def draw_engine(rows: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Ours over the faster rival, wall clock and device alone, against batch and prompt. Needs matplotlib."""
     import matplotlib
@@ -107,6 +116,7 @@ PLOTS = {
     "skinny.json": (
         gemm_lines, "k3-nvidia-gemm.svg", "Low-latency products, weights cold", "megabytes of weights", "cuBLAS",
     ),
+    "glue.json": (glue_lines, "k3-nvidia-glue.svg", "Kernels between the products", "tokens", "no rival"),
 }  # fmt: skip
 
 
