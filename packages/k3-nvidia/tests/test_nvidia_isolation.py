@@ -71,6 +71,44 @@ def test_what_keeps_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert late.scheduler_config.scheduler_cls is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_with_nan_are_counted_and_cleared_and_others_keep_their_bits(dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, 3] = float("-inf")  # a token that a grammar forbids
+    before = logits.clone()
+    logits[1], logits[3, 299] = float("nan"), float("nan")
+    assert isolation.count_and_clear(logits).tolist() == [0, 300, 0, 1, 0]
+    assert torch.equal(logits[[0, 2, 4]], before[[0, 2, 4]])
+    assert not logits[[1, 3]].any()
+
+
+def test_the_second_runner_counts_by_what_also_clears(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [pytest.importorskip(f"vllm.v1.worker.gpu.{name}") for name in isolation.COUNTERS]
+    for module in modules:
+        monkeypatch.setattr(module, "get_num_nans", None)
+    assert isolation.guard()
+    assert all(module.get_num_nans is isolation.count_and_clear for module in modules)
+    monkeypatch.delattr(modules[1], "get_num_nans")
+    assert not isolation.guard()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [512, 163_840])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_drawn_from_cleared_rows_exist(vocabulary: int, temperature: float) -> None:
+    """vLLM's own kernel draws token 1023 of 512 from a row of NaN, and the next step would look it up."""
+    sample = pytest.importorskip("vllm.v1.worker.gpu.sample.gumbel").gumbel_sample
+    logits = torch.randn(4, vocabulary, device="cuda")
+    logits[1], logits[2, 5] = float("nan"), float("nan")
+    where = torch.arange(4, device="cuda", dtype=torch.int32)
+    heat = torch.full((4,), temperature, device="cuda")
+    counts = isolation.count_and_clear(logits)
+    seeds, places = torch.arange(4, device="cuda"), torch.full((4,), 7, device="cuda")
+    tokens = sample(logits, where, heat, seeds, places, apply_temperature=False, is_drafting=False)
+    assert counts.tolist() == [0, vocabulary, 1, 0]
+    assert ((tokens >= 0) & (tokens < vocabulary)).all()
+
+
 def test_counts_of_drafts_are_summed_for_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own call counts a row a draft and would name requests by the first of them."""
     module = pytest.importorskip("vllm.v1.worker.gpu.spec_decode.rejection_sampler")

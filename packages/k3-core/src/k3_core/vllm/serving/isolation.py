@@ -1,11 +1,14 @@
 """A request whose logits are not finite ends alone, by name, with an error; nobody else notices.
 
 NaN in a request's state (a damaged cache page, an overflow) makes its logits NaN, from which a sampler draws token 0 or
-anything else, for ever. Three pieces end such a request at the step it happens in, without a wait in the decoding path:
+anything else, for ever, or a token that does not exist: vLLM's second model runner then looks it up in the next step,
+which is already under way, and the lookup's assertion ends the whole engine (seen on an H200 with a vocabulary that no
+multiple of 1024 is). Four pieces end the request alone, at the step it happens in, without a wait in the decoding path:
 
 * :func:`mark` turns infinite logits into NaN, on the device, so that one count covers both;
 * vLLM counts the NaNs of every row on the device and copies the counts beside the sampled tokens
   (``VLLM_COMPUTE_NANS_IN_LOGITS``), graphs and asynchronous scheduling included;
+* :func:`guard` puts zeros in the place of a row that has a NaN, once it is counted and before a token is drawn from it;
 * :func:`scheduler`, vLLM's scheduler with one more look at those counts, finishes the requests concerned with the
   status ``FINISHED_ERROR`` (the client gets an error, not text), logs their ids, and takes their blocks out of the
   prefix cache, so that no later prompt resumes from a poisoned state. Blocks that others hold stay theirs.
@@ -25,6 +28,7 @@ a runner that counts nothing, is said in one line of the log.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Iterable
@@ -37,6 +41,8 @@ from torch.nn import functional
 logger = logging.getLogger("vllm.plugins.k3")
 
 COUNT = "VLLM_COMPUTE_NANS_IN_LOGITS"
+#: Modules of vLLM's second model runner that count NaNs.
+COUNTERS = ("sample.sampler", "spec_decode.rejection_sampler")
 
 
 def install(vllm_config: Any) -> bool:
@@ -84,6 +90,34 @@ def counting() -> bool:
 def mark(logits: Tensor) -> Tensor:
     """``logits`` [n, vocab] with NaN where they were infinite, in place, all other bits unchanged: x + 0 * x."""
     return logits.add_(logits, alpha=0)
+
+
+def count_and_clear(logits: Tensor) -> Tensor:
+    """NaNs of each row of ``logits`` [n, vocab], int32 [n]; a row that has one becomes zeros, in place.
+
+    On the device: whatever sampler reads the row next draws a token that exists.
+    """
+    counts = logits.isnan().sum(-1, dtype=torch.int32)
+    logits.masked_fill_((counts > 0)[:, None], 0)
+    return counts
+
+
+def guard() -> bool:
+    """Have vLLM's second model runner count by :func:`count_and_clear`, in this process; whether it could be told to.
+
+    It counts before it samples, from the very tensor that it samples from; the first runner counts afterwards, and
+    samples by ``torch.argmax``, which gives the place of a NaN.
+    """
+    try:
+        modules = [importlib.import_module(f"vllm.v1.worker.gpu.{name}") for name in COUNTERS]
+    except ImportError:
+        modules = []
+    if not modules or not all(hasattr(module, "get_num_nans") for module in modules):
+        logger.warning("vLLM samples from rows with NaN before we see them: such a request may end the engine")
+        return False
+    for module in modules:
+        module.__dict__["get_num_nans"] = count_and_clear
+    return True
 
 
 def count_by_request() -> bool:

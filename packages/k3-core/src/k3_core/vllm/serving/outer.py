@@ -60,8 +60,10 @@ class TextServing(nn.Module, SupportsPP, SupportsEagle3, HasInnerState, IsHybrid
         self.logits_processor = LogitsProcessor(text.vocab_size)
         self._cold = not current_platform.is_cpu()
         self._marks = isolation.counting()
-        if self._marks and vllm_config.speculative_config is not None:
-            isolation.count_by_request()  # in the process of the runner
+        if self._marks and getattr(vllm_config, "use_v2_model_runner", False):  # in the process of the runner
+            isolation.guard()
+            if vllm_config.speculative_config is not None:
+                isolation.count_by_request()
 
     def make_stack(self, prefix: str) -> TextStack:
         """The vendor's layers in their order, from ``config`` and ``vllm_config``."""
