@@ -68,6 +68,7 @@ DECODE: dict[str, Config] = {
     "cluster 1x8 bulk": _cluster(1, 8, BULK=True),
     "cluster 2x4 bulk": _cluster(2, 4, BULK=True),
     "cluster 4x4 five": _cluster(4, 4, BLOCKS=5),
+    "cluster 4x8 three": _cluster(4, 8, BLOCKS=3),
 }
 #: One kernel a token and block against the chain of kda_verify; the first is the reference of the outputs.
 VERIFY: dict[str, Config] = {
@@ -82,6 +83,14 @@ VERIFY: dict[str, Config] = {
     "chain 16 pdl": _blocks(16, 1, 4, FORM="chain", PDL=True),
     "chain 16 two pdl": _blocks(16, 1, 2, FORM="chain", PDL=True),
     "chain 64 pdl": _blocks(64, 1, 8, FORM="chain", PDL=True),
+}
+VERIFY |= {
+    "cluster 4x4": _cluster(4, 4),
+    "cluster 4x4 five": _cluster(4, 4, BLOCKS=5),
+    "cluster 4x8": _cluster(4, 8),
+    "cluster 2x8": _cluster(2, 8),
+    "cluster 2x8 three": _cluster(2, 8, BLOCKS=3),
+    "cluster 1x16": _cluster(1, 16),
 }
 for _config in VERIFY.values():
     del _config["STAGES"]

@@ -17,14 +17,24 @@ from typing import Any
 import triton
 
 from k3_core.testing import triton_aot
-from k3_nvidia.kernels import kda_chunk, kda_conv, kda_flash, kda_segment, kda_step
+from k3_nvidia.kernels import kda_chunk, kda_conv, kda_decode_async, kda_flash, kda_segment, kda_step, kda_verify
 from k3_nvidia.tuning import kda as tuning
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16 = {"q_ptr", "k_ptr", "v_ptr", "z_ptr", "qkv_ptr", "gate_ptr", "out_ptr", "w_ptr", "ut_ptr", "qg_ptr", "kg_ptr",
-        "a_ptr", "hi_ptr", "lo_ptr", "x_ptr", "conv_ptr", "raw_ptr"}  # fmt: skip
+        "a_ptr", "hi_ptr", "lo_ptr", "x_ptr", "conv_ptr", "raw_ptr", "mixed_ptr"}  # fmt: skip
 INT32 = {"chunk_ptr", "segment_ptr", "order_ptr", "scan_ptr", "slot_ptr", "accepted_ptr", "cu_ptr"}
 DIM = 128
+VERIFY = {
+    "whole": kda_verify.kda_verify_whole_kernel, "inputs": kda_verify.kda_verify_inputs_kernel,
+    "states": kda_verify.kda_verify_states_kernel, "finish": kda_verify.kda_verify_finish_kernel,
+}  # fmt: skip
+WARPS = {name: {"num_warps": 4, "maxnreg": None} for name in ("inputs", "finish")}
+#: Keys of the tuning table that neither a kernel nor Triton knows.
+NOT_OPTIONS = {
+    "FORM", "SPLIT", "BULK", "BLOCKS", "STAGES", "PREFETCH", "LATE", "KEEP", "EVICT", "PDL", "DIRECT", "QP", "BV",
+    "H", "D", "BOUNDED", "channel_stride", "W",
+}  # fmt: skip
 SHARED = {90: 232448, 100: 232448, 120: 101376}
 
 
@@ -71,20 +81,23 @@ def variants(arch: int) -> list[tuple[str, Any, dict[str, Any]]]:
         ("after", kda_flash.flash_after_kernel, {"D": DIM, "BR": kda_flash.BR, "num_warps": 4}),
         ("conv", kda_conv.short_conv_kernel, {"channel_stride": 1} | tuning.launch("conv")),
         ("norm", kda_conv.gated_norm_kernel, {"D": DIM} | tuning.launch("norm")),
-        (
-            "finish",
-            kda_step.kda_verify_finish_kernel,
-            {"H": 12, "D": DIM, "QP": 4, "channel_stride": 1, "num_warps": 4},
-        ),
     ]
-    for name, kernel in (("decode", kda_step.kda_decode_kernel), ("verify", kda_step.kda_verify_kernel)):
-        for entry in tuning.table()[name]:
-            programs = entry["up_to"] or 10**9
-            options = tuning.step_launch(name, programs, DIM)
-            if name == "decode":
-                options = kda_step.DECODE_DEFAULTS | options
-                options |= {"launch_pdl": True} if options["PDL"] else {}
-            found.append((f"{name} {programs}", kernel, step | options))
+    for entry in tuning.table()["decode"]:
+        programs = entry["up_to"] or 10**9
+        options = kda_step.DECODE_DEFAULTS | tuning.step_launch("decode", programs, DIM)
+        options |= {"launch_pdl": True} if options["PDL"] else {}
+        found.append((f"decode {programs}", kda_step.kda_decode_kernel, step | options))
+        if options["FORM"] == "async":
+            options["W"] = options["num_warps"]
+            found.append((f"decode async {programs}", kda_decode_async.kda_decode_async_kernel, step | options))
+    for entry in tuning.table()["verify"]:
+        programs = entry["up_to"] or 10**9
+        options = kda_step.VERIFY_DEFAULTS | {"QP": 8} | tuning.step_launch("verify", programs, DIM)
+        options |= {"launch_pdl": True} if options["PDL"] else {}
+        names = {"tokens": ("tokens",), "whole": ("whole",), "chain": ("inputs", "states", "finish")}[options["FORM"]]
+        kernels = VERIFY if options["FORM"] != "tokens" else {"tokens": kda_step.kda_verify_kernel}
+        for name in names:
+            found.append((f"verify {name} {programs}", kernels[name], step | options | WARPS.get(name, {})))
     return found
 
 
@@ -92,7 +105,7 @@ def main() -> None:
     for arch in map(int, sys.argv[1:] or ["90"]):
         for label, kernel, named in variants(arch):
             constants = {k: v for k, v in named.items() if k in kernel.arg_names}
-            options = {k: v for k, v in named.items() if k not in kernel.arg_names}
+            options = {k: v for k, v in named.items() if k not in kernel.arg_names and k not in NOT_OPTIONS}
             print(json.dumps(measure(label, kernel, constants, options, arch)), flush=True)
 
 

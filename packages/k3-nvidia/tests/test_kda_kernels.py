@@ -153,8 +153,8 @@ def test_decode_with_the_state_in_flight_conforms(form, monkeypatch):
         return {"FORM": "async", "STAGES": 2} | form | {"BV": min(form["BV"], dim)}
 
     monkeypatch.setattr(tuning, "step_launch", launch)
-    report = conformance.run("kda_decode", implementation("kda_decode"), DEVICE, scales=("small", "real"))
-    report.raise_if_failed()
+    # Other sizes take the Triton form, and each would be compiled.
+    conformance.run("kda_decode", implementation("kda_decode"), DEVICE, scales=("real",)).raise_if_failed()
     assert 128 in calls
     assert kda_step.kda_decode_async is not None
 
@@ -171,7 +171,7 @@ def test_every_form_of_verification_conforms(form, monkeypatch):
         return {"BV": max(dim // 2, 16), "num_warps": 4} | form
 
     monkeypatch.setattr(tuning, "step_launch", launch)
-    scales = ("small", "real") if CUDA else ("small",)
+    scales = ("real",) if CUDA else ("small",)
     only = chosen("kda_verify")
     report = conformance.run("kda_verify", implementation("kda_verify"), DEVICE, scales=scales, only=only)
     assert any(row.verdict == "pass" for row in report.rows)

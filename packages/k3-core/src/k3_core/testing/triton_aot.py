@@ -42,16 +42,30 @@ def compile_kernel(
     target: tuple[str, int | str, int],
     types: Mapping[str, str],
     divisible: Collection[str] = (),
+    narrow: Collection[str] = (),
 ) -> Any:
-    """Triton's compiled kernel for target (backend, architecture, lanes of a wave or warp)."""
+    """Triton's compiled kernel for target (backend, architecture, lanes of a wave or warp).
+
+    narrow: pointers whose storage has at most 2 GiB, for which AMD's compiler uses buffer instructions.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    source = ASTSource
+    if getattr(kernel, "is_gluon", bool)():  # written in Gluon, Triton's form with explicit layouts
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource
     named = argument_types(kernel, constants, types)
     signature = {name: named.get(name, "constexpr") for name in kernel.arg_names}
     aligned = set(aligned_arguments(kernel, constants, divisible))
-    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
+    attrs: dict[tuple[int], list[list[Any]]] = {}
+    for i, name in enumerate(kernel.arg_names):
+        traits = [["tt.divisibility", 16]] if name in aligned else []
+        traits += [["tt.pointer_range", 32]] if name in narrow and name not in constants else []
+        if traits:
+            attrs[i,] = traits
     return triton.compile(
-        ASTSource(kernel, signature, dict(constants), attrs), target=GPUTarget(*target), options=dict(options)
+        source(kernel, signature, dict(constants), attrs), target=GPUTarget(*target), options=dict(options)
     )

@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from k3_core.operators import CallSpec
 from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import kda_checks as checks
-from k3_nvidia.kernels import kda_decode_cuda
+from k3_nvidia.kernels import kda_step_cuda
 from k3_nvidia.kernels import kda_verify as chain
 from k3_nvidia.kernels.kda_math import gate_log2, sigmoid
 from k3_nvidia.kernels.kda_token import _block_step, _inner, _norm, _zero_rows
@@ -337,8 +337,10 @@ DECODE_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 _OTHER_FORMS = ("DIRECT", "SPLIT", "BULK", "BLOCKS")
 _TRITON_ONLY = ("STAGES", "PREFETCH", "LATE", "KEEP")
-#: FORM: "tokens" (this file), "whole" or "chain" (kda_verify). PDL: the later kernels of a chain overlap those before.
+#: FORM: "tokens" (this file), "whole" or "chain" (kda_verify), "cluster" (kda_step_cuda, else "chain").
+#: PDL: the later kernels of a chain overlap those before; a cluster that before it.
 VERIFY_DEFAULTS: dict[str, Any] = {"FORM": "tokens", "PDL": False}
+_CLUSTER: dict[str, Any] = {"SPLIT": 1, "BULK": False, "BLOCKS": 1}
 
 
 def supports_step(spec: CallSpec) -> tuple[bool, str]:
@@ -390,10 +392,8 @@ def kda_decode(
     strides = [checks.row_stride(x) for x in (qkv, z, beta, gate, out, conv_weight)]
     strides += [*conv_state.stride(), recurrent_state.stride(0), slot_mapping.stride(0)]
     form = options.pop("FORM")
-    if form == "cluster" and not kda_decode_cuda.refusal(
-        qkv, z, gate, out, conv_weight, o_norm_weight, recurrent_state
-    ):
-        kda_decode_cuda.decode(
+    if form == "cluster" and not kda_step_cuda.refusal(qkv, z, gate, out, conv_weight, o_norm_weight, recurrent_state):
+        kda_step_cuda.step(
             options, qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight, conv_state, recurrent_state,
             slot_mapping, out, lower_bound, o_norm_eps, strides[:5],
         )  # fmt: skip
@@ -426,7 +426,7 @@ def _overlaps(device: torch.device) -> bool:
 def _decode_options(programs: int, dim: int, device: torch.device, state: torch.dtype) -> dict[str, Any]:
     """Constants and launch options of a decode kernel; what a device or the interpreter lacks is left out.
 
-    FORM "async" (kda_decode_async) and "cluster" (kda_decode_cuda) give way to kda_decode_kernel where they have no
+    FORM "async" (kda_decode_async) and "cluster" (kda_step_cuda) give way to kda_decode_kernel where they have no
     code; all compute the same up to the order of sums.
     """
     options = DECODE_DEFAULTS | tuning.step_launch("decode", programs, dim)
@@ -489,9 +489,21 @@ def kda_verify(
         return out.zero_()
     tokens, heads, dim = z.shape
     options = VERIFY_DEFAULTS | tuning.step_launch("verify", rows * heads, dim)
-    form, overlap = options.pop("FORM"), options.pop("PDL")
+    form, overlap = options.pop("FORM"), options.pop("PDL") and _overlaps(qkv.device)
+    if form == "cluster":
+        if columns <= kda_step_cuda.MOST_TOKENS and not kda_step_cuda.refusal(
+            qkv, z, gate, out, conv_weight, o_norm_weight, recurrent_state
+        ):
+            kda_step_cuda.step(
+                _CLUSTER | options | {"PDL": overlap}, qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight,
+                conv_state, recurrent_state, slot_mapping, out, lower_bound, o_norm_eps,
+                [checks.row_stride(x) for x in (qkv, z, beta, gate, out)], num_accepted, cu_seqlens,
+            )  # fmt: skip
+            return out
+        form = "chain"
+    options = {k: v for k, v in options.items() if k not in _CLUSTER}
     if form != "tokens":
-        options["PDL"] = overlap and _overlaps(qkv.device)
+        options["PDL"] = overlap
         chain.launch(
             form, options, qkv, z, beta, gate, conv_weight, a_log, dt_bias, lower_bound, o_norm_weight, o_norm_eps,
             conv_state, recurrent_state, slot_mapping, num_accepted, cu_seqlens, out,

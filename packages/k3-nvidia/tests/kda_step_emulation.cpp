@@ -1,4 +1,4 @@
-// kda_decode.cu on the CPU, one C function: see cuda_emulation.hpp. A cluster is one block of the emulator there.
+// kda_step.cu on the CPU, one C function: see cuda_emulation.hpp. A cluster is one block of the emulator there.
 #define HOST_EMULATION
 #include "cuda_emulation.hpp"
 
@@ -16,8 +16,6 @@ static int rank() { return emulator.current / threads_of_block; }
 static char *shared_of(int block) { return emulator.shared + block * bytes_of_block; }
 static void block_sync() { emulator.arrive(1 + rank(), threads_of_block, true); }
 static void overlap() {}
-static void cluster_runs() {}
-static void cluster_runs_wait() {}
 static void cluster_sync() { emulator.arrive(0, emulator.threads, true); }
 static void tell(const char *, int at, int block, float x) { std::memcpy(shared_of(block) + at, &x, 4); }
 static void bars_open(const char *, int) {}
@@ -30,13 +28,13 @@ static void bulk_copy(const char *shared, int piece, const float *from) {
     std::memcpy((char *)shared + STATE + piece * PIECE, from, PIECE);
 }
 
-extern "C" void kda_decode_emulated(const Args *args, int heads, int rows, unsigned seed) {
+extern "C" void kda_step_emulated(const Args *args, int heads, int rows, unsigned seed) {
     emulator.random.seed(seed);
     threads_of_block = THREADS;
     bytes_of_block = (SHARED_BYTES + 127) / 128 * 128;
     for (int row = 0; row < rows; row++)
         for (int head = 0; head < heads; head++) {
             blockIdx = {0, head, row};
-            emulator.run(SPLIT * THREADS, SPLIT * bytes_of_block, [=] { kda_decode_cuda(*args); });
+            emulator.run(SPLIT * THREADS, SPLIT * bytes_of_block, [=] { kda_step_cuda(*args); });
         }
 }

@@ -1,4 +1,4 @@
-"""The cluster form of KDA decode: the source itself, run on a CPU fiber by fiber, and the operator's cases on a GPU."""
+"""The cluster form of KDA decode and verification: the source run on a CPU fiber by fiber, and the cases on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_kda_kernels import implementation
 
 from k3_core.operators import contract as operators
 from k3_core.testing import conformance
-from k3_nvidia.kernels import cuda_host, kda_decode_cuda, kda_step
+from k3_nvidia.kernels import cuda_host, kda_step, kda_step_cuda
 from k3_nvidia.tuning import kda as tuning
 
 CUDA = torch.cuda.is_available()
@@ -34,10 +34,10 @@ def emulated(split: int, warps: int, bulk: int, folder: Path, **definitions: int
         pytest.skip("no C++ compiler")
     library = folder / f"decode{len(list(folder.iterdir()))}.so"  # a name is loaded once
     flags = {"SPLIT": split, "WARPS": warps, "BULK": bulk, **definitions}
-    path = Path(cuda_host.__file__).parent / "cuda" / "kda_decode.cu"
+    path = Path(cuda_host.__file__).parent / "cuda" / "kda_step.cu"
     subprocess.run(
         [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-w", *(f"-D{k}={v}" for k, v in flags.items()),
-         f'-DSOURCE="{path}"', f"-I{HERE}", str(HERE / "kda_decode_emulation.cpp"), "-o", str(library)],
+         f'-DSOURCE="{path}"', f"-I{HERE}", str(HERE / "kda_step_emulation.cpp"), "-o", str(library)],
         check=True,
     )  # fmt: skip
     return ctypes.CDLL(str(library))
@@ -65,11 +65,15 @@ def run(library: ctypes.CDLL, case: dict[str, torch.Tensor], bound: float | None
     out = torch.full_like(case["z"], float("nan"))
     names = ("qkv", "z", "beta", "gate", "conv_weight", "a_log", "dt_bias", "o_norm_weight", "conv_state")
     tensors = [case[n] for n in (*names, "recurrent_state", "slot_mapping")] + [out]
-    arguments = kda_decode_cuda.Arguments(
-        *(x.data_ptr() for x in tensors), *(case[n].stride(0) for n in ("qkv", "z", "beta", "gate")), out.stride(0),
-        *case["conv_state"].stride(), case["recurrent_state"].stride(0), 1, bound or 0.0, 1e-5, case["z"].shape[1],
+    slots, heads = case["slot_mapping"], case["z"].shape[1]
+    counts = [case[n].data_ptr() if n in case else None for n in ("num_accepted", "cu_seqlens")]
+    arguments = kda_step_cuda.Arguments(
+        *(x.data_ptr() for x in tensors), *counts,
+        *(case[n].stride(0) for n in ("qkv", "z", "beta", "gate")), out.stride(0),
+        *case["conv_state"].stride(), case["recurrent_state"].stride(0), slots.stride(0), slots.stride(-1),
+        bound or 0.0, 1e-5, heads, len(slots), len(out),
     )  # fmt: skip
-    library.kda_decode_emulated(ctypes.byref(arguments), case["z"].shape[1], len(out), seed)
+    library.kda_step_emulated(ctypes.byref(arguments), heads, len(slots), seed)
     return out
 
 
@@ -96,6 +100,33 @@ def test_source_computes_the_contract(form, tmp_path):
         assert error(got, want) < 4e-3
 
 
+VERIFY_FORMS = [(4, 4, 0), (4, 8, 0), (2, 8, 0), (1, 16, 0)]
+
+
+@pytest.mark.parametrize("form", VERIFY_FORMS, ids=str)
+def test_source_verifies_as_the_contract(form, tmp_path):
+    """Rows of 1 to 4 tokens, a null row, a row without tokens, two padding rows; every accepted count; null targets."""
+    library = emulated(*form, tmp_path, VERIFY=1, TOKENS=4)
+    case = inputs(2, [0] * 12)
+    slots = torch.tensor([[3, 9, 5, 0], [0, 0, 0, 0], [2, 4, 6, 8], [7, 1, 10, 11], [12, 13, 14, 15]])
+    case["slot_mapping"] = slots.int()
+    case["recurrent_state"] = torch.randn(16, 2, 128, 128, generator=torch.Generator().manual_seed(1))
+    conv = torch.randn(16, 6, 768, generator=torch.Generator().manual_seed(2)).bfloat16().transpose(1, 2)
+    case["conv_state"] = conv if form[0] > 1 else conv.contiguous()
+    case["num_accepted"] = torch.tensor([2, 1, 4, 1, 1], dtype=torch.int32)
+    case["cu_seqlens"] = torch.tensor([0, 3, 5, 9, 10, 10], dtype=torch.int32)
+    expected = {k: v.clone() for k, v in case.items()}
+    want = operators.kda_verify(**expected, lower_bound=-5.0, o_norm_eps=1e-5)
+    got = run(library, case, -5.0, seed=form[1])
+    assert torch.equal(case["conv_state"], expected["conv_state"])
+    assert error(case["recurrent_state"], expected["recurrent_state"]) < 1e-4
+    untouched = [0, 8, 1, 10, 11, 12, 13, 14, 15]
+    kept = [n for n in untouched if torch.equal(expected["recurrent_state"][n], case["recurrent_state"][n])]
+    assert set(kept) >= {0, 1, 10, 11, 12, 13, 14, 15}
+    assert (got[[3, 4, 10, 11]] == 0).all()
+    assert error(got, want) < 4e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="runs on the device")
 @pytest.mark.parametrize("overlap", [False, True])
@@ -106,7 +137,8 @@ def test_conforms(form, overlap, monkeypatch):
     config = {"FORM": "cluster", "SPLIT": split, "num_warps": warps, "BULK": bool(bulk), "PDL": overlap}
     monkeypatch.setattr(tuning, "step_launch", lambda kernel, programs, dim: {"BV": 16, "STAGES": 2} | config)
     calls = []
-    decode = kda_decode_cuda.decode
-    monkeypatch.setattr(kda_step.kda_decode_cuda, "decode", lambda *a: (calls.append(1), decode(*a)))
-    conformance.run("kda_decode", implementation("kda_decode"), "cuda", scales=("real",)).raise_if_failed()
-    assert calls
+    step = kda_step_cuda.step
+    monkeypatch.setattr(kda_step.kda_step_cuda, "step", lambda *a: (calls.append(len(a)), step(*a)))
+    for name in ("kda_decode", "kda_verify") if not bulk else ("kda_decode",):
+        conformance.run(name, implementation(name), "cuda", scales=("real",)).raise_if_failed()
+    assert len(set(calls)) == 2 - bulk
