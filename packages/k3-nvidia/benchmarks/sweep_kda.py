@@ -163,10 +163,10 @@ def warm(heads: int, spec: int, share: int, shares: int) -> None:
     torch.cuda.synchronize()
 
 
-def warm_all(processes: int, wanted: set[tuple[int, int]]) -> None:
+def warm_all(processes: int, wanted: set[tuple[int, int]], forms: str | None = None) -> None:
     """All shares of all (heads, drafted tokens), about `processes` at a time."""
     share = max(processes // max(len(wanted), 1), 1)
-    command = [sys.executable, str(Path(__file__).resolve()), "--warm"]
+    command = [sys.executable, str(Path(__file__).resolve()), *(["--forms", forms] if forms else []), "--warm"]
     running = [subprocess.Popen([*command, f"{h},{s},{i},{share}"]) for h, s in sorted(wanted) for i in range(share)]
     for process in running:
         process.wait()
@@ -368,9 +368,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--parts", default="verify,decode,engine,around,options")
+    parser.add_argument("--forms", help="comma-separated parts of names: only these forms and the first of each kind")
     parser.add_argument("--table", type=Path, help="a kda.json of bench_kda.py: write kda_prefill.json from it and end")
     parser.add_argument("--warm", help="heads,spec,share,shares: compile and end (started by this script)")
     args = parser.parse_args()
+    for configs in (DECODE, VERIFY) if args.forms else ():
+        for name in list(configs)[1:]:
+            if not any(part in name for part in args.forms.split(",")):
+                del configs[name]
     if args.warm:
         warm(*map(int, args.warm.split(",")))
         return
@@ -384,7 +389,7 @@ def main() -> None:
     steps = [k for k in missing if k[0] in ("decode", "verify")]
     wanted = {(int(k[1][1:]), int(k[3][4:]) if k[0] == "verify" else 0) for k in steps}
     if wanted:
-        warm_all(args.processes, wanted)
+        warm_all(args.processes, wanted, args.forms)
         print(f"compiled in {args.seconds - (stop - time.monotonic()):.0f} s", flush=True)
     for key, measure in rows:
         if key not in results.rows and time.monotonic() > stop:
