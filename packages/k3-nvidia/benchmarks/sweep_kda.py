@@ -70,19 +70,14 @@ DECODE: dict[str, Config] = {
     "cluster 4x4 five": _cluster(4, 4, BLOCKS=5),
     "cluster 4x8 three": _cluster(4, 8, BLOCKS=3),
 }
-#: One kernel a token and block against the chain of kda_verify; the first is the reference of the outputs.
+#: Verification in blocks of value rows, and in clusters; the first is the reference of the outputs.
 VERIFY: dict[str, Config] = {
     "tokens": _blocks(32, 1, 4, maxnreg=128),
     "tokens free": _blocks(32, 1, 4),
-    "whole": _blocks(128, 1, 16, FORM="whole"),
-    "whole pdl": _blocks(128, 1, 16, FORM="whole", PDL=True),
-    "chain": _blocks(32, 1, 4, FORM="chain"),
-    "chain pdl": _blocks(32, 1, 4, FORM="chain", PDL=True),
-    "chain pdl 96": _blocks(32, 1, 4, FORM="chain", PDL=True, maxnreg=96),
-    "chain pdl 80": _blocks(32, 1, 4, FORM="chain", PDL=True, maxnreg=80),
-    "chain 16 pdl": _blocks(16, 1, 4, FORM="chain", PDL=True),
-    "chain 16 two pdl": _blocks(16, 1, 2, FORM="chain", PDL=True),
-    "chain 64 pdl": _blocks(64, 1, 8, FORM="chain", PDL=True),
+    "tokens pdl": _blocks(32, 1, 4, maxnreg=128, PDL=True),
+    "tokens free pdl": _blocks(32, 1, 4, PDL=True),
+    "tokens 64 pdl": _blocks(64, 1, 8, maxnreg=128, PDL=True),
+    "tokens 16 pdl": _blocks(16, 1, 4, PDL=True),
 }
 VERIFY |= {
     "cluster 4x4": _cluster(4, 4),

@@ -25,11 +25,6 @@ BF16 = {"q_ptr", "k_ptr", "v_ptr", "z_ptr", "qkv_ptr", "gate_ptr", "out_ptr", "w
         "a_ptr", "hi_ptr", "lo_ptr", "x_ptr", "conv_ptr", "raw_ptr", "mixed_ptr"}  # fmt: skip
 INT32 = {"chunk_ptr", "segment_ptr", "order_ptr", "scan_ptr", "slot_ptr", "accepted_ptr", "cu_ptr"}
 DIM = 128
-VERIFY = {
-    "whole": kda_verify.kda_verify_whole_kernel, "inputs": kda_verify.kda_verify_inputs_kernel,
-    "states": kda_verify.kda_verify_states_kernel, "finish": kda_verify.kda_verify_finish_kernel,
-}  # fmt: skip
-WARPS = {name: {"num_warps": 4, "maxnreg": None} for name in ("inputs", "finish")}
 #: Keys of the tuning table that neither a kernel nor Triton knows.
 NOT_OPTIONS = {
     "FORM", "SPLIT", "BULK", "BLOCKS", "STAGES", "PREFETCH", "LATE", "KEEP", "EVICT", "PDL", "DIRECT", "QP", "BV",
@@ -93,11 +88,9 @@ def variants(arch: int) -> list[tuple[str, Any, dict[str, Any]]]:
     for entry in tuning.table()["verify"]:
         programs = entry["up_to"] or 10**9
         options = kda_step.VERIFY_DEFAULTS | {"QP": 8} | tuning.step_launch("verify", programs, DIM)
-        options |= {"launch_pdl": True} if options["PDL"] else {}
-        names = {"tokens": ("tokens",), "whole": ("whole",), "chain": ("inputs", "states", "finish")}[options["FORM"]]
-        kernels = VERIFY if options["FORM"] != "tokens" else {"tokens": kda_step.kda_verify_kernel}
-        for name in names:
-            found.append((f"verify {name} {programs}", kernels[name], step | options | WARPS.get(name, {})))
+        found.append((f"verify {programs}", kda_verify.kda_verify_kernel, step | options))
+        overlap = {"launch_pdl": True, "PDL": True}
+        found.append((f"finish {programs}", kda_verify.kda_verify_finish_kernel, step | {"QP": 8, **overlap}))
     return found
 
 

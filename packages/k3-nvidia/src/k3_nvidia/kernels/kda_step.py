@@ -34,7 +34,7 @@ from k3_core.operators import CallSpec
 from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import kda_checks as checks
 from k3_nvidia.kernels import kda_step_cuda
-from k3_nvidia.kernels import kda_verify as chain
+from k3_nvidia.kernels import kda_verify as verification
 from k3_nvidia.kernels.kda_math import gate_log2, sigmoid
 from k3_nvidia.kernels.kda_token import _block_step, _inner, _norm, _zero_rows
 from k3_nvidia.tuning import kda as tuning
@@ -207,128 +207,7 @@ def kda_decode_kernel(
             tl.store(out_ptr + token * out_stride + head * D + c, o.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(
-    do_not_specialize=["slot_stride", "slot_column_stride"],
-    do_not_specialize_on_alignment=["slot_ptr", "beta_ptr", "accepted_ptr", "cu_ptr"],
-)
-def kda_verify_kernel(
-    qkv_ptr, z_ptr, beta_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, conv_ptr, state_ptr,
-    slot_ptr, accepted_ptr, cu_ptr, o_ptr, lower_bound,
-    qkv_stride, z_stride, beta_stride, weight_stride,
-    conv_stride, channel_stride, column_stride, state_stride, slot_stride, slot_column_stride,
-    BOUNDED: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """Grid (D / BV, heads, sequences): states of every token and o fp32 [T, H, D] before the norm."""
-    block = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.program_id(2)
-    slot_at = slot_ptr + row.to(tl.int64) * slot_stride
-    slot = tl.load(slot_at).to(tl.int64)
-    first = tl.load(cu_ptr + row)
-    count = tl.load(cu_ptr + row + 1) - first
-    if (slot > 0) & (count > 0):
-        column0 = (tl.load(accepted_ptr + row) - 1).to(tl.int64)
-        source = tl.load(slot_at + column0 * slot_column_stride).to(tl.int64)
-        c = tl.arange(0, D)
-        r = block * BV + tl.arange(0, BV)
-        tile = head * (D * D) + r[:, None] * D + c[None, :]
-        S = tl.load(state_ptr + source * state_stride + tile).to(tl.float32)
-        e = tl.arange(0, 4 * D)
-        part = e // D
-        channel = (part * H + head) * D + e % D
-        here = part < 3
-        conv_at = conv_ptr + slot * conv_stride + channel.to(tl.int64) * channel_stride + column0 * column_stride
-        w_at = weight_ptr + channel.to(tl.int64) * weight_stride
-        h0 = tl.load(conv_at, mask=here, other=0.0).to(tl.float32)
-        h1 = tl.load(conv_at + column_stride, mask=here, other=0.0).to(tl.float32)
-        h2 = tl.load(conv_at + 2 * column_stride, mask=here, other=0.0).to(tl.float32)
-        w0 = tl.load(w_at, mask=here, other=0.0)
-        w1 = tl.load(w_at + 1, mask=here, other=0.0)
-        w2 = tl.load(w_at + 2, mask=here, other=0.0)
-        w3 = tl.load(w_at + 3, mask=here, other=0.0)
-        bias = tl.load(dt_bias_ptr + head * D + e - 3 * D, mask=part == 3, other=0.0)
-        rate = tl.exp(tl.load(a_log_ptr + head))
-        token = first.to(tl.int64)
-        x = tl.load(qkv_ptr + token * qkv_stride + channel, mask=here, other=0.0)
-        z = tl.load(z_ptr + token * z_stride + head * D + e - 3 * D, mask=part == 3, other=0.0).to(tl.float32)
-        beta = tl.load(beta_ptr + token * beta_stride + head)
-        for j in tl.range(0, count):
-            target = tl.load(slot_at + j * slot_column_stride).to(tl.int64)
-            y = w0 * h0 + w1 * h1 + w2 * h2 + w3 * x.to(tl.float32)
-            y = (y * sigmoid(y)).to(x.dtype).to(tl.float32)
-            y = tl.where(here, y, tl.exp2(gate_log2(z, rate, bias, lower_bound, BOUNDED)))
-            h0 = h1
-            h1 = h2
-            h2 = x.to(tl.float32)
-            now = beta
-            o_at = o_ptr + (token * H + head) * D + r
-            # The next token's inputs travel while this one is computed.
-            token = (first + tl.minimum(j + 1, count - 1)).to(tl.int64)
-            x = tl.load(qkv_ptr + token * qkv_stride + channel, mask=here, other=0.0)
-            z = tl.load(z_ptr + token * z_stride + head * D + e - 3 * D, mask=part == 3, other=0.0).to(tl.float32)
-            beta = tl.load(beta_ptr + token * beta_stride + head)
-            q = tl.gather(y, c, 0)
-            k = tl.gather(y, c + D, 0)
-            decay = tl.gather(y, c + 3 * D, 0)
-            v = tl.gather(y, r + 2 * D, 0)
-            rq = tl.rsqrt(_inner(q, q) + 1e-6) * (D**-0.5)
-            rk = tl.rsqrt(_inner(k, k) + 1e-6)
-            S, o = _block_step(S, q, k, v, decay, now, rq, rk, _inner(k, q))
-            if target > 0:
-                tl.store(state_ptr + target * state_stride + tile, S.to(state_ptr.dtype.element_ty))
-            tl.store(o_at, o)
-
-
-@triton.jit(
-    do_not_specialize=["slot_stride", "tokens", "padded_rows"],
-    do_not_specialize_on_alignment=["slot_ptr", "accepted_ptr", "cu_ptr"],
-)
-def kda_verify_finish_kernel(
-    qkv_ptr, gate_ptr, norm_ptr, conv_ptr, slot_ptr, accepted_ptr, cu_ptr, o_ptr, out_ptr, eps,
-    qkv_stride, gate_stride, out_stride, conv_stride, channel_stride, column_stride, slot_stride, tokens, padded_rows,
-    H: tl.constexpr, D: tl.constexpr, QP: tl.constexpr,
-):  # fmt: skip
-    """Grid (heads, sequences): norm of o, new conv columns, zeros in padding. QP: a power of two >= 1 + num_spec."""
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    slot = tl.load(slot_ptr + row.to(tl.int64) * slot_stride).to(tl.int64)
-    first = tl.load(cu_ptr + row)
-    count = tl.load(cu_ptr + row + 1) - first
-    last = tl.load(cu_ptr + padded_rows)
-    c = tl.arange(0, D)
-    for t in tl.range(0, tokens - last - row, padded_rows):
-        _zero_rows(out_ptr, last + row + t, 1, out_stride, head, D)
-    if slot <= 0:
-        _zero_rows(out_ptr, first, count, out_stride, head, D)
-    elif count > 0:
-        j = tl.arange(0, QP)
-        token = (first + j).to(tl.int64)[:, None]
-        mask = (j < count)[:, None]
-        o = tl.load(o_ptr + (token * H + head) * D + c[None, :], mask=mask, other=0.0)
-        gate = tl.load(gate_ptr + token * gate_stride + head * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        norm = tl.load(norm_ptr + c).to(tl.float32)[None, :]
-        o = o * tl.rsqrt(tl.sum(o * o, axis=1) * (1.0 / D) + eps)[:, None] * norm * sigmoid(gate)
-        tl.store(out_ptr + token * out_stride + head * D + c[None, :], o.to(out_ptr.dtype.element_ty), mask=mask)
-        column0 = (tl.load(accepted_ptr + row) - 1).to(tl.int64)
-        e = tl.arange(0, 4 * D)
-        channel = (e // D * H + head) * D + e % D
-        here = e < 3 * D
-        conv_at = conv_ptr + slot * conv_stride + channel.to(tl.int64) * channel_stride
-        h1 = tl.load(conv_at + (column0 + 1) * column_stride, mask=here, other=0.0)
-        h2 = tl.load(conv_at + (column0 + 2) * column_stride, mask=here, other=0.0)
-        # Each thread moves its own channels, in this order; see kda_decode_kernel.
-        if D < 128:
-            tl.debug_barrier()
-        tl.store(conv_at, h1, mask=here)
-        tl.store(conv_at + column_stride, h2, mask=here)
-        for n in tl.range(0, count):
-            x = tl.load(qkv_ptr + (first + n).to(tl.int64) * qkv_stride + channel, mask=here, other=0.0)
-            tl.store(conv_at + (n + 2) * column_stride, x, mask=here)
-
-
 _decode = Launcher(kda_decode_kernel)
-_verify_finish = Launcher(kda_verify_finish_kernel)
-_verify = Launcher(kda_verify_kernel)
 _FLOATS = (torch.bfloat16, torch.float32)
 #: Constants of kda_decode_kernel that an entry of the tuning table may leave out.
 DECODE_DEFAULTS: dict[str, Any] = {
@@ -337,8 +216,8 @@ DECODE_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 _OTHER_FORMS = ("DIRECT", "SPLIT", "BULK", "BLOCKS")
 _TRITON_ONLY = ("STAGES", "PREFETCH", "LATE", "KEEP")
-#: FORM: "tokens" (this file), "whole" or "chain" (kda_verify), "cluster" (kda_step_cuda, else "chain").
-#: PDL: the later kernels of a chain overlap those before; a cluster that before it.
+#: FORM: "tokens" (kda_verify) or "cluster" (kda_step_cuda, else "tokens"). PDL: the second kernel of the former
+#: overlaps the first, the latter the kernel before it.
 VERIFY_DEFAULTS: dict[str, Any] = {"FORM": "tokens", "PDL": False}
 _CLUSTER: dict[str, Any] = {"SPLIT": 1, "BULK": False, "BLOCKS": 1}
 
@@ -487,43 +366,20 @@ def kda_verify(
     checks.check_vector(op, "cu_seqlens", cu_seqlens, (rows + 1,), torch.int32)
     if rows == 0:
         return out.zero_()
-    tokens, heads, dim = z.shape
-    options = VERIFY_DEFAULTS | tuning.step_launch("verify", rows * heads, dim)
+    options = VERIFY_DEFAULTS | tuning.step_launch("verify", rows * z.shape[1], z.shape[2])
     form, overlap = options.pop("FORM"), options.pop("PDL") and _overlaps(qkv.device)
-    if form == "cluster":
-        if columns <= kda_step_cuda.MOST_TOKENS and not kda_step_cuda.refusal(
-            qkv, z, gate, out, conv_weight, o_norm_weight, recurrent_state
-        ):
-            kda_step_cuda.step(
-                _CLUSTER | options | {"PDL": overlap}, qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight,
-                conv_state, recurrent_state, slot_mapping, out, lower_bound, o_norm_eps,
-                [checks.row_stride(x) for x in (qkv, z, beta, gate, out)], num_accepted, cu_seqlens,
-            )  # fmt: skip
-            return out
-        form = "chain"
-    options = {k: v for k, v in options.items() if k not in _CLUSTER}
-    if form != "tokens":
-        options["PDL"] = overlap
-        chain.launch(
-            form, options, qkv, z, beta, gate, conv_weight, a_log, dt_bias, lower_bound, o_norm_weight, o_norm_eps,
-            conv_state, recurrent_state, slot_mapping, num_accepted, cu_seqlens, out,
+    clusters = form == "cluster" and columns <= kda_step_cuda.MOST_TOKENS
+    if clusters and not kda_step_cuda.refusal(qkv, z, gate, out, conv_weight, o_norm_weight, recurrent_state):
+        kda_step_cuda.step(
+            _CLUSTER | options | {"PDL": overlap}, qkv, z, beta, gate, conv_weight, a_log, dt_bias, o_norm_weight,
+            conv_state, recurrent_state, slot_mapping, out, lower_bound, o_norm_eps,
+            [checks.row_stride(x) for x in (qkv, z, beta, gate, out)], num_accepted, cu_seqlens,
         )  # fmt: skip
         return out
-    scratch = torch.empty(tokens, heads, dim, dtype=torch.float32, device=qkv.device)
-    _verify(
-        (dim // options["BV"], heads, rows),
-        qkv, z, beta, conv_weight, a_log, dt_bias, conv_state, recurrent_state,
-        slot_mapping, num_accepted, cu_seqlens, scratch, float(lower_bound or 0.0),
-        *(checks.row_stride(x) for x in (qkv, z, beta, conv_weight)),
-        *conv_state.stride(), recurrent_state.stride(0), *slot_mapping.stride(),
-        BOUNDED=lower_bound is not None, H=heads, D=dim, **options,
-    )  # fmt: skip
-    _verify_finish(
-        (heads, rows),
-        qkv, gate, o_norm_weight, conv_state, slot_mapping, num_accepted, cu_seqlens, scratch, out, o_norm_eps,
-        *(checks.row_stride(x) for x in (qkv, gate, out)),
-        *conv_state.stride(), slot_mapping.stride(0), tokens, rows,
-        H=heads, D=dim, QP=triton.next_power_of_2(columns), num_warps=4,
+    options = {k: v for k, v in options.items() if k not in _CLUSTER}
+    verification.launch(
+        options | {"PDL": overlap}, qkv, z, beta, gate, conv_weight, a_log, dt_bias, lower_bound, o_norm_weight,
+        o_norm_eps, conv_state, recurrent_state, slot_mapping, num_accepted, cu_seqlens, out,
     )  # fmt: skip
     return out
 
