@@ -150,7 +150,7 @@ def table_row(row: dict[str, Any]) -> dict[str, Any]:
     # the shards timed cuBLAS too: their figures count relative to that
     if "cute" in row and row["cute_cublas_us"]:
         us = row["cute_us"] / row["cute_cublas_us"] * rival
-        if us <= tuning.MARGIN * min([rival, *(entry["us"] for entry in best)]):
+        if us <= tuning.CUTE_MARGIN * min([rival, *(entry["us"] for entry in best)]):
             best.insert(0, table_entry(row["cute"], us))
     shape = {key: row[key] for key in ("m", "n", "k")}
     return {**shape, "cublas_us": round(rival, 2), "floor_us": round(row["floor_us"], 2), "best": best}
