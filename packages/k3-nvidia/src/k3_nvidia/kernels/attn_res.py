@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import attn_res_cluster
 from k3_nvidia.kernels.attn_res_ring import attn_res_ring_kernel
-from k3_nvidia.kernels.attn_res_rows import ask_for_row, row_sums, store_row, sum2
+from k3_nvidia.kernels.attn_res_rows import ask_for_rows, row_sums, store_row, sum2
 from k3_nvidia.kernels.glue import launch_options, pdl
 
 MAX_ROWS_A_GROUP = 5
@@ -175,6 +175,11 @@ def _attn_res_kernel(
     step = tl.num_programs(0).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     always = token >= 0
+    if PDL:
+        ask_for_rows(
+            token, prefix_ptr, delta_ptr, bank_ptr, prefix_stride, delta_stride, bank_stride, block_stride, NUM_BLOCKS,
+            HAS_DELTA, H,
+        )  # fmt: skip
     norm_weight = _load_row(norm_ptr, H, CHUNK, KC, always)
     proj_weight = _load_row(proj_ptr, H, CHUNK, KC, always)
     folded = ()
@@ -184,10 +189,6 @@ def _attn_res_kernel(
         out_weight = _load_row(out_norm_ptr, H, CHUNK, KC, always)
     FIRST_END: tl.constexpr = GROUP if GROUP < ROWS else ROWS
     if PDL:
-        SECTORS: tl.constexpr = triton.next_power_of_2((H + 15) // 16)
-        ask_for_row(prefix_ptr + token * prefix_stride, H, SECTORS)
-        for j in tl.static_range(NUM_BLOCKS):
-            ask_for_row(bank_ptr + token * bank_stride + j * block_stride, H, SECTORS)
         gdc_wait()
     if PREFETCH:
         ahead = _load_group(
@@ -253,7 +254,8 @@ class Config:
     programs: persistent programs a multiprocessor (0: one program a token); maxnreg: register cap, None for none.
     ring: rows in a ring of asynchronous copies (:mod:`k3_nvidia.kernels.attn_res_ring`; group and prefetch do not
     matter then), 0 for rows in registers.
-    cluster: blocks a token (:mod:`k3_nvidia.kernels.attn_res_cluster`; nothing else matters then), 0 for none.
+    cluster: blocks a token (:mod:`k3_nvidia.kernels.attn_res_cluster`; programs are then the blocks that must fit a
+    multiprocessor or 0, and nothing else matters), 0 for none.
     """
 
     chunk: int
@@ -353,8 +355,9 @@ def attn_res(
     chosen = config or tuning.choose(tokens, num_blocks, hidden, clusters)
     if chosen.cluster:
         attn_res_cluster.launch(
-            out, prefix, delta, bank, weights, eps, output_norm_eps or 0.0, num_blocks, write_block, chosen.cluster
-        )
+            out, prefix, delta, bank, weights, eps, output_norm_eps or 0.0, num_blocks, write_block, chosen.cluster,
+            chosen.programs,
+        )  # fmt: skip
         return out
     chunk = min(chosen.chunk, triton.next_power_of_2(hidden))
     grid = tokens if chosen.programs == 0 else min(tokens, chosen.programs * tuning.multiprocessors(prefix.device))

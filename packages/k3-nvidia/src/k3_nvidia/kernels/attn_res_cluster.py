@@ -36,12 +36,15 @@ def available() -> tuple[bool, str]:
     return ok, why.replace("skinny_cute", "attn_res_cluster")
 
 
-def geometry(hidden: int, cluster: int) -> tuple[int, int, int]:
-    """(threads, lanes with columns, blocks that must fit a multiprocessor) of a block; a lane holds eight columns."""
+def geometry(hidden: int, cluster: int, resident: int = 0) -> tuple[int, int, int]:
+    """(threads, lanes with columns, blocks that must fit a multiprocessor) of a block; a lane holds eight columns.
+
+    resident: blocks that must fit, which bounds the registers; 0: two of 448 threads or one of 896, for which 72
+    registers a lane hold nine rows, and one of a larger cluster.
+    """
     lanes = -(-hidden // (8 * cluster))
     threads = -(-lanes // 32) * 32
-    # Two blocks of 448 threads, one of 896: 72 registers a lane hold nine rows. More blocks are for few tokens.
-    return threads, lanes, max(1, min(2, MAX_THREADS // threads)) if cluster <= 2 else 1
+    return threads, lanes, resident or (max(1, min(2, MAX_THREADS // threads)) if cluster <= 2 else 1)
 
 
 def takes(tensors: list[torch.Tensor | None], num_blocks: int) -> tuple[bool, str]:
@@ -74,11 +77,11 @@ def halvings(values: int) -> list[int]:
 
 
 @functools.cache
-def compiled(cluster: int, rows: int, hidden: int, dtype: torch.dtype, normed: bool) -> Any:
+def compiled(cluster: int, resident: int, rows: int, hidden: int, dtype: torch.dtype, normed: bool) -> Any:
     """The binary for up to ``rows`` source rows, compiled at first use."""
     from k3_nvidia.kernels import attn_res_cluster_kernel
 
-    threads, lanes, resident = geometry(hidden, cluster)
+    threads, lanes, resident = geometry(hidden, cluster, resident)
     return attn_res_cluster_kernel.build(
         cluster, rows, hidden, threads, lanes, resident, dtype == torch.bfloat16, normed
     )
@@ -95,6 +98,7 @@ def launch(
     num_blocks: int,
     write_block: int | None,
     cluster: int,
+    resident: int = 0,
 ) -> None:
     """Launch on the current stream; operands as ``attn_res.attn_res`` has checked them and :func:`takes` accepts them.
 
@@ -106,7 +110,7 @@ def launch(
         raise RuntimeError(why)
     rows = next(bound for bound in ROWS if num_blocks + 1 <= bound)
     norm, proj, out_norm = weights
-    call = compiled(cluster, rows, prefix.shape[1], prefix.dtype, out_norm is not None)
+    call = compiled(cluster, resident, rows, prefix.shape[1], prefix.dtype, out_norm is not None)
     tensors = (
         out, prefix, prefix if delta is None else delta, bank, norm, proj, norm if out_norm is None else out_norm,
     )  # fmt: skip

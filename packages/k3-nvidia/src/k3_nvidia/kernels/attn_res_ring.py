@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from k3_nvidia.kernels.attn_res_rows import ask_for_row, row_sums, store_row, sum2
+from k3_nvidia.kernels.attn_res_rows import ask_for_rows, row_sums, store_row, sum2
 
 
 @triton.jit
@@ -76,16 +76,17 @@ def attn_res_ring_kernel(
         gdc_launch_dependents()
     step = tl.num_programs(0)
     first = tl.program_id(0)
+    if PDL:
+        ask_for_rows(
+            first.to(tl.int64), prefix_ptr, delta_ptr, bank_ptr, prefix_stride, delta_stride, bank_stride,
+            block_stride, NUM_BLOCKS, HAS_DELTA, H,
+        )  # fmt: skip
     norm_weight = _row(norm_ptr, H, CHUNK, KC)
     proj_weight = _row(proj_ptr, H, CHUNK, KC)
     folded = ()
     for c in tl.static_range(KC):
         folded = folded + (norm_weight[c].to(tl.float32) * proj_weight[c].to(tl.float32),)
     if PDL:
-        SECTORS: tl.constexpr = triton.next_power_of_2((H + 15) // 16)
-        ask_for_row(prefix_ptr + first.to(tl.int64) * prefix_stride, H, SECTORS)
-        for b in tl.static_range(NUM_BLOCKS):
-            ask_for_row(bank_ptr + first.to(tl.int64) * bank_stride + b * block_stride, H, SECTORS)
         gdc_wait()
     mine = (num_tokens - first + step - 1) // step
     held = _nothing(CHUNK, KC, prefix_ptr.dtype.element_ty)

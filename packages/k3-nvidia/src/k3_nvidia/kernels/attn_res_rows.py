@@ -48,3 +48,17 @@ def ask_for_row(ptr, H: tl.constexpr, SECTORS: tl.constexpr):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr + at], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def ask_for_rows(
+    token, prefix_ptr, delta_ptr, bank_ptr, prefix_stride, delta_stride, bank_stride, block_stride,
+    NUM_BLOCKS: tl.constexpr, HAS_DELTA: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 for every row of a token, before anything else and before they are final."""
+    SECTORS: tl.constexpr = triton.next_power_of_2((H + 15) // 16)
+    ask_for_row(prefix_ptr + token * prefix_stride, H, SECTORS)
+    if HAS_DELTA:
+        ask_for_row(delta_ptr + token * delta_stride, H, SECTORS)
+    for j in tl.static_range(NUM_BLOCKS):
+        ask_for_row(bank_ptr + token * bank_stride + j * block_stride, H, SECTORS)
