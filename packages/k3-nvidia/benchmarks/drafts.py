@@ -1,7 +1,7 @@
 """Do drafted tokens change what is generated? And does a latent cache in FP8 keep its distance? On one GPU, or a CPU.
 
     python packages/k3-nvidia/benchmarks/drafts.py [--parts drafts,fp8kv] [--modes graphs,eager] [--drafts 3,7,1]
-        [--seconds 560]
+        [--together 6] [--seconds 560]
 
 drafts: a tiny Kimi K3 with kernel-sized heads, served without drafts and with vLLM's n-gram speculation of 1, 3 and 7
 tokens, with and without prefix caching (align), eager and with CUDA graphs, text beside an image. The proposals are the
@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -77,7 +79,7 @@ def case(name: str, folder: Path, asked: list[dict[str, Any]], mode: str, **chan
         "enable_prefix_caching": False,
     }
     if on_gpu():
-        options |= {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05}
+        options |= {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}
     if mode == "eager":
         options["enforce_eager"] = True
     else:
@@ -121,21 +123,45 @@ def drafted(
     return result
 
 
-def run(todo: list[dict[str, Any]], limits: argparse.Namespace, together: bool) -> Iterator[world.Result]:
-    """Results of cases, failures said. together: in one process; else one each (a proposer's numba stays loaded)."""
-    for several in [todo] if together else [[one] for one in todo]:
-        for result in world.run(
-            [sys.executable, "-m", "k3_core.vllm.testing.draft_engine"],
-            several,
-            1,
-            case_seconds=limits.case_seconds,
-            deadline=limits.deadline,
-            environment=SAFE,
-        ):
-            if result.ranks is None:
+def run(todo: list[dict[str, Any]], limits: argparse.Namespace) -> Iterator[world.Result]:
+    """Results of cases as they come, failures said.
+
+    On a GPU cases of one mode and configuration share a process, ``limits.together`` processes run at a time (a fixed
+    cache each; most of a case is the start of its engine). On a CPU each case has its process, one after another (a
+    proposer's numba stays loaded).
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for one in todo:
+        groups.setdefault(one["name"].removesuffix(" ngram") if on_gpu() else one["name"], []).append(one)
+    found: queue.Queue[world.Result | None] = queue.Queue()
+
+    def produce(several: list[dict[str, Any]]) -> None:
+        try:
+            for result in world.run(
+                [sys.executable, "-m", "k3_core.vllm.testing.draft_engine"],
+                several,
+                1,
+                case_seconds=limits.case_seconds,
+                deadline=limits.deadline,
+                environment=SAFE,
+            ):
+                found.put(result)
+        finally:
+            found.put(None)
+
+    with ThreadPoolExecutor(limits.together if on_gpu() else 1) as pool:
+        running = [pool.submit(produce, several) for several in groups.values()]
+        left = len(running)
+        while left:
+            result = found.get()
+            if result is None:
+                left -= 1
+            elif result.ranks is None:
                 say(part="drafts", case=result.case["name"], ok=False, why=result.why[-3000:])
             else:
                 yield result
+        for group in running:
+            group.result()
 
 
 # ----------------------------------------------------------------------------------------------------------- comparison
@@ -183,7 +209,7 @@ def run_drafts(limits: argparse.Namespace) -> bool:
         folder, pad = checkpoint(Path(work))
         asked = requests(pad)
         plain: dict[str, Any] = {}
-        for result in run([case(f"{mode} plain", folder, asked, mode) for mode in modes], limits, together=True):
+        for result in run([case(f"{mode} plain", folder, asked, mode) for mode in modes], limits):
             assert result.ranks is not None
             plain[result.case["name"].split()[0]] = result.ranks[0]
         if not plain:
@@ -192,7 +218,7 @@ def run_drafts(limits: argparse.Namespace) -> bool:
         reference = None
         right, count = len(plain) == len(modes), 0
         # The next case is served while one is judged.
-        for result in run(todo, limits, together=on_gpu()):
+        for result in run(todo, limits):
             assert result.ranks is not None
             if reference is None and on_gpu():
                 reference = Judge(folder)
@@ -255,7 +281,7 @@ def run_fp8kv(limits: argparse.Namespace) -> bool:
         ]
         if not on_gpu():
             return refused(todo[0], limits)
-        found = list(run(todo, limits, together=True))
+        found = list(run(todo, limits))
         reference = Judge(folder)
         coarse = Remembering(rounded_rows(reference.exact.model))
         right = len(found) == len(todo)
@@ -311,6 +337,7 @@ def main() -> int:
     parser.add_argument("--parts", default="drafts,fp8kv")
     parser.add_argument("--modes", default="graphs,eager")
     parser.add_argument("--drafts", default="3,7,1")
+    parser.add_argument("--together", type=int, default=6)
     parser.add_argument("--case-seconds", type=float, default=180)
     parser.add_argument("--seconds", type=float, default=float(os.environ.get("K3_BENCH_SECONDS", 560)))
     limits = parser.parse_args()

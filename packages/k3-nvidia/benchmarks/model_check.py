@@ -28,13 +28,15 @@ What is written and read back goes to $K3_SCRATCH (14 GiB for rank13; /dev/shm s
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import math
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -305,8 +307,6 @@ def watch_loading() -> None:
 
 def check(part: str, modes: list[str], work: Path, layers: int, experts: int) -> bool:
     """Serve and compare; every line says ``ok``."""
-    from k3_core.reference import load_model
-
     began = time.monotonic()
     folder = checkpoint(part, work, layers, experts)
     size = sum(file.stat().st_size for file in folder.iterdir())
@@ -327,8 +327,7 @@ def check(part: str, modes: list[str], work: Path, layers: int, experts: int) ->
         compiled_since()
         if not references:
             began = time.monotonic()
-            for dtype in (torch.float32, torch.bfloat16):
-                references.append(Remembering(load_model(folder, dtype, device, packed_experts=packed)))
+            references = [Remembering(model) for model in load_references(folder, device, packed)]
             say(part=part, reference_s=round(time.monotonic() - began, 1))
         for line in lines_of(mode, llm, *references):
             say(part=part, mode=mode, **line)
@@ -336,6 +335,33 @@ def check(part: str, modes: list[str], work: Path, layers: int, experts: int) ->
         stop(llm)
         del llm
     return good
+
+
+def load_references(folder: Path, device: str, packed: bool) -> tuple[Any, Any]:
+    """The reference in fp32 and in bf16, read once and in host memory first; experts in MXFP4 are the same tensors.
+
+    What is stored in bf16 is exact in fp32, and what is stored in fp32 stays so in both.
+    """
+    from k3_core.reference import load_model
+
+    read = load_model(folder, torch.bfloat16, "cpu", packed_experts=packed)
+    rounded = copy.copy(read)
+    rounded.weights = changed(read.weights, lambda t: t.to(device))
+    exact = copy.copy(read)
+    exact.weights = changed(rounded.weights, lambda t: t.float() if t.dtype == torch.bfloat16 else t)
+    return exact, rounded
+
+
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure of dataclasses, tuples and lists with every tensor replaced by ``change`` of it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return type(value)(changed(item, change) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: changed(getattr(value, f.name), change) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
 
 
 def lines_of(mode: str, llm: Any, exact: Remembering, rounded: Remembering) -> Iterator[dict[str, Any]]:

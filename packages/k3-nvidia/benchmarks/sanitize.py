@@ -1,11 +1,16 @@
 """Every kernel of this wheel under NVIDIA's compute-sanitizer: reads and writes out of bounds, races in shared memory.
 
     python packages/k3-nvidia/benchmarks/sanitize.py [--tool memcheck|racecheck|initcheck|synccheck] [--spread 4]
-        [--only kda_prefill,test_nvidia_glue] [--together 6] [--seconds 240] [--out FOLDER]
+        [--only kda_prefill,test_nvidia_glue] [--scales small] [--more "--racecheck-report hazard --print-level info"]
+        [--together 6] [--seconds 240] [--out FOLDER]
 
-Two kinds of processes, ``--together`` at a time, each under the tool: ``--spread`` small cases of every operator of the
-conformance suite (conformance.py), and the pytest files of the kernels that are no operator of the suite. The tool is
-found on PATH, in $COMPUTE_SANITIZER or under /usr/local/cuda*.
+Two kinds of processes, ``--together`` at a time, each under the tool: ``--spread`` supported cases of every operator of
+the conformance suite (conformance.py), and the pytest files of the kernels that are no operator of the suite. The tool
+is found on PATH, in $COMPUTE_SANITIZER or under /usr/local/cuda*.
+
+What racecheck may say of a compiled kernel and what it means: where a tensor has fewer elements than the block has
+threads, Triton's threads hold copies of an element and store the same value to the same shared address, which is
+reported as a write against a write of one instruction.
 
 sanitizer_<tool>.json, written anew whenever a process ends: the environment, the tool's version, and for each process
 its cases, the tool's own count of errors, and how it ended. Exit status 1 where a case failed, the tool found
@@ -65,11 +70,16 @@ def passed_tests(words: list[str]) -> int:
     return sum(int(match[1]) for line in words[-40:] if (match := re.search(r"\b(\d+) passed", line)))
 
 
-def part(name: str, prefix: list[str], spread: int, end: float) -> dict[str, Any]:
+def errors_of(words: list[str]) -> list[str]:
+    """What the tool and the program said without the host's stack, the first lines of it: where errors begin."""
+    return [line for line in words if line.strip() and "Host Frame" not in line][:60]
+
+
+def part(name: str, prefix: list[str], scales: tuple[str, ...], spread: int, end: float) -> dict[str, Any]:
     """Run one process under the tool; its row."""
     operator = name in conformance.OPERATORS
     if operator:
-        command = conformance.command(name, ("small",), spread)
+        command = conformance.command(name, scales, spread)
     else:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / f"{name}.py")]
         command += ["-k", FILES[name]] if FILES[name] else []
@@ -85,7 +95,7 @@ def part(name: str, prefix: list[str], spread: int, end: float) -> dict[str, Any
         row["failed"] = [f"{r['case']}: {r['reason'][:300]}" for r in page["rows"] if r["verdict"] == "fail"]
     row["ok"] = row["status"] == 0 and row["found"] == 0 and not counts["fail"]
     if not row["ok"]:
-        row["said"] = [line for line in page["words"] if line.strip()][-40:]
+        row["said"] = errors_of(page["words"])
     return row | {"environment": page.get("environment", {})}
 
 
@@ -94,13 +104,16 @@ def main() -> int:
     parser.add_argument("--tool", default="memcheck", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
     parser.add_argument("--only", default=",".join((*conformance.OPERATORS, *FILES)))
     parser.add_argument("--spread", type=int, default=4)
+    parser.add_argument("--scales", default="small")
+    parser.add_argument("--more", default="", help="further options of the tool")
     parser.add_argument("--together", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=240, help="for all of it")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     path = tool()
-    prefix = [path, "--tool", options.tool, "--error-exitcode", str(ERROR_STATUS)]
+    prefix = [path, "--tool", options.tool, "--error-exitcode", str(ERROR_STATUS), *options.more.split()]
+    scales = tuple(options.scales.split(","))
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.split("\n")
     page: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -111,7 +124,7 @@ def main() -> int:
     }
     with ThreadPoolExecutor(options.together) as pool:
         for future in as_completed(
-            [pool.submit(part, name, prefix, options.spread, end) for name in options.only.split(",")]
+            [pool.submit(part, name, prefix, scales, options.spread, end) for name in options.only.split(",")]
         ):
             row = future.result()
             page["environment"] |= row.pop("environment")

@@ -8,9 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 LINE: dict[str, Any] = {"rows": 1313, "median": 0.005, "max": 0.19, "beyond": 70, "beyond_bf16_reference": 110}
@@ -101,6 +103,46 @@ def test_a_process_under_a_sanitizer(
     sanitize, conformance = script("sanitize"), script("conformance")
     program = f"import sys; print({chr(10).join(lines)!r}); sys.exit({status})"
     monkeypatch.setattr(conformance, "command", lambda *_: [sys.executable, "-c", program])
-    row = sanitize.part("route", [], 4, time.monotonic() + 60)
+    row = sanitize.part("route", [], ("small",), 4, time.monotonic() + 60)
     assert row["ok"] is right
     assert ("said" in row) is not right
+
+
+@pytest.mark.parametrize("preset", ["k3", "linear"])
+def test_references_of_the_layer_check_are_the_loaded_ones(
+    script: Callable[[str], Any], preset: str, tmp_path: Path
+) -> None:
+    """Read once and made two: bit for bit what two readings give, routed experts packed or not."""
+    from k3_core.checkpoint import write_tiny
+    from k3_core.reference import load_model
+
+    folder = write_tiny(tmp_path, preset, seed=1)
+    packed = preset == "k3"
+    made = script("model_check").load_references(folder, "cpu", packed)
+    ids = list(range(20, 40))
+    for model, dtype in zip(made, (torch.float32, torch.bfloat16), strict=True):
+        assert model.dtype == dtype
+        assert torch.equal(model.logits(ids), load_model(folder, dtype, packed_experts=packed).logits(ids))
+
+
+def test_cases_with_drafts_share_processes_by_configuration(
+    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A case and its twin with plain n-grams, one process; all processes at a time, results as they come."""
+    drafts = script("drafts")
+    groups: list[list[str]] = []
+
+    def work(command: list[str], several: list[dict[str, Any]], processes: int, **_: Any) -> Iterator[Any]:
+        groups.append([case["name"] for case in several])
+        for case in several:
+            yield SimpleNamespace(case=case, ranks=None if case["name"] == "b" else [{}], why="on purpose")
+
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(drafts, "on_gpu", lambda: True)
+    monkeypatch.setattr(drafts.world, "run", work)
+    monkeypatch.setattr(drafts, "say", lambda **row: said.append(row))
+    limits = SimpleNamespace(together=3, case_seconds=1, deadline=1)
+    found = [one.case["name"] for one in drafts.run([{"name": name} for name in ("a", "a ngram", "b", "c")], limits)]
+    assert sorted(found) == ["a", "a ngram", "c"]
+    assert sorted(groups) == [["a", "a ngram"], ["b"], ["c"]]
+    assert [row["case"] for row in said] == ["b"]

@@ -199,7 +199,7 @@ def pack_expert_(
 
     Each of ``gate``, ``up`` (uint8 [(n,) I, L/2], [(n,) I, L/32]) and ``down`` ([(n,) L, I/2], [(n,) L, I/32]) is
     (packed, scale) as in the checkpoint, already cut to this rank. On a GPU one kernel per matrix does it; elsewhere
-    tensor operations. Sets ``dst.wide_scales`` when a scale byte exceeds 128 (one host read per call).
+    tensor operations. Sets ``dst.wide_scales`` when a scale byte exceeds 128 (scales on a GPU: one host read a call).
     """
     width, latent, padded = dst.width, dst.latent, dst.padded_width
     for name, (packed, scale), shape in (

@@ -1,7 +1,7 @@
 """Where the routed experts of one layer and rank live, in the layout of the implementation that computes with them.
 
 Storage is allocated once, in its final layout, and filled expert by expert while the checkpoint streams by: no second
-copy of a layer's experts exists at any time.
+copy of a layer's experts exists at any time. A few experts wait in host memory for their copy to the device.
 """
 
 from __future__ import annotations
@@ -74,11 +74,71 @@ class ReleasedStore:
         return {name: tensor for name, tensor in self._weights._asdict().items() if tensor is not None}
 
 
+class Staging:
+    """A ring of pinned host memory that experts pass on their way to a device.
+
+    Copies from it are queued: the host waits for the device only when it has come around the ring, not at every one of
+    an expert's six tensors. slot: bytes of the largest expert; a larger one makes the ring anew.
+    """
+
+    SLOTS = 32
+    ALIGNMENT = 256
+
+    def __init__(self, slot: int = 0, *, pinned: bool = True, event: Callable[[], Any] = torch.cuda.Event) -> None:
+        self._pinned, self._event = pinned, event
+        self._make(slot)
+
+    def _make(self, slot: int) -> None:
+        self._slot = slot
+        self._memory = torch.empty(self.SLOTS, slot, dtype=torch.uint8, pin_memory=self._pinned)
+        self._events: list[Any] = [None] * self.SLOTS
+        self._next = 0
+
+    def hold(self, parts: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
+        """The same bytes (uint8 tensors) in the next slot, which must be free: waits for what was copied from it."""
+        starts, end = {}, 0
+        for key, part in parts.items():
+            starts[key] = end
+            end += -(-part.numel() // self.ALIGNMENT) * self.ALIGNMENT
+        if end > self._slot:
+            self.wait()
+            self._make(end)
+        if self._events[self._next] is not None:
+            self._events[self._next].synchronize()
+        row = self._memory[self._next]
+        held = {key: row[starts[key] :][: part.numel()].view(part.shape) for key, part in parts.items()}
+        for key, part in parts.items():
+            held[key].copy_(part)
+        return held
+
+    def sent(self) -> None:
+        """All copies from the slot last held are queued on the current stream."""
+        event = self._event()
+        event.record()
+        self._events[self._next] = event
+        self._next = (self._next + 1) % self.SLOTS
+
+    def wait(self) -> None:
+        """Until nothing is copied from here any more."""
+        for event in self._events:
+            if event is not None:
+                event.synchronize()
+
+
+_staging: list[Staging] = []
+
+
+def release_staging() -> None:
+    """Give the pinned memory back: loading is over."""
+    while _staging:
+        _staging.pop().wait()
+
+
 class RearrangedStore:
     """MXFP4 codes in the layout of a wheel's kernels, packed as they come; padding is part of the layout.
 
     experts: the wheel's storage, with codes w13, w2 and scales s13, s2. pack(experts, index, gate, up, down) writes one
-    expert there, each matrix as (packed, scale) on the device of the storage.
+    expert there, each matrix as (packed, scale) in host memory, which it may still be copying when it returns.
     """
 
     def __init__(self, experts: Any, pack: Callable[..., None]) -> None:
@@ -86,9 +146,16 @@ class RearrangedStore:
 
     def put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
         """Re-arrange one expert into its place."""
-        device = self._experts.w13.device
-        moved = {key: part.to(device, non_blocking=True) for key, part in parts.items()}
-        matrices = [(moved[name, "weight_packed"], moved[name, "weight_scale"]) for name in ("w1", "w3", "w2")]
+        if self._experts.w13.device.type != "cuda":
+            self._put(index, parts)
+            return
+        if not _staging:
+            _staging.append(Staging())
+        self._put(index, _staging[0].hold(parts))
+        _staging[0].sent()
+
+    def _put(self, index: int, parts: dict[tuple[str, str], Tensor]) -> None:
+        matrices = [(parts[name, "weight_packed"], parts[name, "weight_scale"]) for name in ("w1", "w3", "w2")]
         self._pack(self._experts, index, *matrices)
 
     def weights(self) -> Any:

@@ -21,7 +21,7 @@ from k3_core.checkpoint.slicing import Shard, shard_plan
 from k3_core.config import K3Config
 from k3_core.errors import CheckpointError
 from k3_core.vllm import compat
-from k3_core.vllm.serving.experts import RoutedExperts
+from k3_core.vllm.serving.experts import RoutedExperts, release_staging
 
 _EXPERT = re.compile(r"(.*\.block_sparse_moe)\.experts\.(\d+)\.(w[123])\.(\w+)$")
 
@@ -110,9 +110,12 @@ def load(
     for name, rows in (padded_columns or {}).items():
         plan[name] = Shard(0, ((topology.tp_rank * rows, (topology.tp_rank + 1) * rows),))
     taken = 0
-    for name, part in reader.tensors(plan, wanted=destinations.wants, progress=topology.tp_rank == 0):
-        destinations.put(name, part)
-        taken += part.numel() * part.element_size()
+    try:
+        for name, part in reader.tensors(plan, wanted=destinations.wants, progress=topology.tp_rank == 0):
+            destinations.put(name, part)
+            taken += part.numel() * part.element_size()
+    finally:
+        release_staging()
     missing = destinations.missing()
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
