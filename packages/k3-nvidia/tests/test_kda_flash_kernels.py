@@ -63,6 +63,13 @@ class Standin:
         assert given["workspace"].numel() >= self.get_workspace_size(tokens, heads, cu.numel() - 1)
         assert given["dt_bias"].shape == (heads, dim)
         assert given["scale"] == dim**-0.5
+        # The last chunk of a sequence reads on to its sixteenth row: v of what follows, beta as one flat vector.
+        flat = beta[0].t().reshape(-1)
+        for a, b in pairwise(cu.tolist()):
+            reach = range(b, a + -(-(b - a) // 16) * 16)
+            assert v[0, reach.start : reach.stop].isfinite().all(), "the operator would spread it"
+            for head in range(heads):
+                assert flat[head * tokens + reach.start : head * tokens + reach.stop].isfinite().all()
         start = given["initial_state"].double()
         assert start.shape == given["final_state"].shape == (cu.numel() - 1, heads, dim, dim)
         log_decay = contract.gate(g[0].double(), given["A_log"].double(), given["dt_bias"].double(), BOUND)
@@ -173,6 +180,43 @@ def test_null_sequences_write_zeros_and_touch_no_state(operator):
     assert (out[29:] == 0).all()
     assert out[9:29].isfinite().all()
     assert torch.equal(args[8][5:], before[5:])
+
+
+@pytest.mark.parametrize("what", ["v", "beta", "one channel", "infinite"])
+def test_what_is_not_finite_stays_in_its_sequence(operator, what):
+    """Sequences shorter than what the operator reads of them, padding rows of NaN; v has its bits back afterwards."""
+    lengths = [33, 2, 1, 20, 16, 5]
+    args = inputs(2, lengths, padding=7)
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    v, beta = args[2], args[4]
+    v[bounds[-1] :] = float("nan")
+    beta[bounds[-1] :] = float("nan")
+    sick = {2, 3}
+    for n in sick:
+        if what == "v":
+            v[bounds[n] : bounds[n + 1]] = float("nan")
+        elif what == "beta":
+            beta[bounds[n]] = float("nan")
+        else:
+            v[bounds[n], :, 5] = float("nan" if what == "one channel" else "inf")
+    clean = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+    for x in (clean[2], clean[4]):
+        x[~x.isfinite()] = 0.0
+    want, final = expected(clean)
+    before, out = v.clone(), torch.empty_like(args[0])
+    through_flash(*args, out=out)
+    assert torch.equal(v.view(torch.int16), before.view(torch.int16))
+    for n, (a, b) in enumerate(pairwise(bounds)):
+        slot = int(args[9][n])
+        if n not in sick:
+            assert error(out[a:b], want[a:b]) < 3e-3
+            assert error(args[8][slot], final[n]) < 1e-5
+        else:
+            one = what in ("one channel", "infinite")
+            assert out[a:b, :, 5].isnan().all()
+            assert args[8][slot, :, 5].isnan().all()
+            assert out[a:b, :, 6].isnan().all() != one
+    assert (out[bounds[-1] :] == 0).all()
 
 
 def test_a_wrong_state_order_is_caught(monkeypatch):

@@ -15,6 +15,12 @@ What it wants and where that comes from:
 so a call is three launches of ours and vLLM's together: gather, operator, scatter. beta in bf16 logits is what vLLM's
 layer passes; a beta that came from bf16 logits is recovered exactly.
 
+The operator's last chunk of a sequence reads on, up to 15 rows into whatever follows: it masks the gate and k there but
+multiplies v and beta by zero, so that one value that is not finite (a neighbour's, or in a padding row) makes the
+whole chunk and the final state NaN. Therefore such values in the first 15 rows of a sequence and behind the last one
+are replaced by zeros while the operator runs; the sequence that they belong to gets NaN in its initial state instead,
+in the same value rows, and v gets its bits back after it.
+
 Formulas: k3_core.contracts.kda. The operator's signature: vLLM 0.33, csrc of FlashKDA; checked before it is used.
 """
 
@@ -90,70 +96,122 @@ def supports(spec: CallSpec) -> tuple[bool, str]:
     return not why, f"{spec.operator}: {why or operator()[1]}"
 
 
+@triton.jit
+def _hide(v_ptr, saved_ptr, flag_ptr, first, count, at, num_heads, head, c, D: tl.constexpr, REACH: tl.constexpr):
+    """Replaces values of v that are not finite, in columns c of up to REACH - 1 rows, by zeros; keeps what was there.
+
+    Returns per column whether there was one. at: where to keep the tile [REACH, D] and the flag.
+    """
+    j = tl.arange(0, REACH)
+    inside = (j < tl.minimum(count, REACH - 1))[:, None] & (c < D)[None, :]
+    v_at = v_ptr + ((first + j).to(tl.int64) * num_heads + head)[:, None] * D + c[None, :]
+    x = tl.load(v_at, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    bad = (wide - wide) != 0.0
+    columns = tl.max(bad.to(tl.int32), axis=0)
+    found = tl.max(columns, axis=0)
+    tl.store(flag_ptr + at, found)
+    if found > 0:
+        tl.store(saved_ptr + at * (REACH * c.shape[0]) + j[:, None] * c.shape[0] + tl.arange(0, c.shape[0])[None, :], x)
+        tl.store(v_at, tl.where(bad, 0.0, wide).to(v_ptr.dtype.element_ty), mask=inside)
+    return columns > 0
+
+
 @triton.jit(
     do_not_specialize=["slot_stride", "tokens", "sequences", "num_heads"],
-    do_not_specialize_on_alignment=["slot_ptr", "init_ptr", "beta_ptr"],
+    do_not_specialize_on_alignment=["slot_ptr", "init_ptr", "beta_ptr", "cu_ptr", "v_ptr"],
 )
 def flash_before_kernel(
-    state_ptr, slot_ptr, init_ptr, beta_ptr, initial_ptr, raw_ptr,
+    state_ptr, slot_ptr, init_ptr, beta_ptr, v_ptr, cu_ptr, initial_ptr, raw_ptr, saved_ptr, flag_ptr,
     state_stride, slot_stride, beta_stride, tokens, sequences, num_heads,
-    D: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
+    D: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, D / BR, sequences + blocks of BT D / BR tokens): initial states packed, beta as bf16 logits [N, T].
+    """Grid (heads, D / BR, sequences + 1 or more blocks of BT D / BR tokens): initial states packed, beta as
+    bf16 logits [N, T], v [T, N, D] dense without values that the operator would carry from one sequence to another.
 
     The states of new sequences and of null slots are zeros, whatever memory holds.
     """
     head = tl.program_id(0)
     part = tl.program_id(1)
     seq = tl.program_id(2)
+    r = part * BR + tl.arange(0, BR)
+    kept = (tl.minimum(seq, sequences).to(tl.int64) * num_heads + head) * (D // BR) + part
     if seq < sequences:
-        r = part * BR + tl.arange(0, BR)
+        first = tl.load(cu_ptr + seq)
+        count = tl.load(cu_ptr + seq + 1) - first
+        lost = _hide(v_ptr, saved_ptr, flag_ptr, first, count, kept, num_heads, head, r, D, REACH)
+        j = tl.arange(0, REACH)
+        beta = tl.load(
+            beta_ptr + (first + j).to(tl.int64) * beta_stride + head, mask=j < tl.minimum(count, REACH - 1), other=0.5
+        )
+        gone = tl.max((beta != beta).to(tl.int32), axis=0)
         tile = head * (D * D) + r[:, None] * D + tl.arange(0, D)[None, :]
         slot = tl.load(slot_ptr + seq.to(tl.int64) * slot_stride).to(tl.int64)
         use = (slot > 0) & (tl.load(init_ptr + seq).to(tl.int32) != 0)
         mask = r[:, None] < tl.where(use, D, 0)
         S = tl.load(state_ptr + slot * state_stride + tile, mask=mask, other=0.0)
+        S = tl.where(lost[:, None] | (gone > 0), float("nan"), S.to(tl.float32)).to(S.dtype)
         tl.store(initial_ptr + seq.to(tl.int64) * num_heads * (D * D) + tile, S)
     else:
+        last = tl.load(cu_ptr + sequences)
+        if seq == sequences:
+            _hide(v_ptr, saved_ptr, flag_ptr, last, tokens - last, kept, num_heads, head, r, D, REACH)
         t = ((seq - sequences) * (D // BR) + part) * BT + tl.arange(0, BT)
         inside = t < tokens
         beta = tl.load(beta_ptr + t.to(tl.int64) * beta_stride + head, mask=inside, other=0.5)
         raw = tl.log(beta) - tl.log(1.0 - beta)
         # Written so that NaN stays NaN. 80 is beyond where fp32's sigmoid is 0 or 1.
         raw = tl.where(raw > 80.0, 80.0, tl.where(raw < -80.0, -80.0, raw))
+        raw = tl.where(t < last, raw, 0.0)
+        if tl.max((raw != raw).to(tl.int32), axis=0) > 0:
+            for n in tl.range(0, sequences):
+                since = t - tl.load(cu_ptr + n)
+                raw = tl.where((since >= 0) & (since < REACH - 1) & (raw != raw), 0.0, raw)
         tl.store(raw_ptr + head.to(tl.int64) * tokens + t, raw.to(raw_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
-    do_not_specialize=["slot_stride", "num_heads"], do_not_specialize_on_alignment=["slot_ptr", "cu_ptr"]
-)  # fmt: skip
+    do_not_specialize=["slot_stride", "num_heads", "sequences", "tokens"],
+    do_not_specialize_on_alignment=["slot_ptr", "cu_ptr", "v_ptr"],
+)
 def flash_after_kernel(
-    final_ptr, state_ptr, slot_ptr, cu_ptr, out_ptr, state_stride, slot_stride, out_stride, num_heads,
-    D: tl.constexpr, BR: tl.constexpr,
+    final_ptr, state_ptr, slot_ptr, cu_ptr, out_ptr, v_ptr, saved_ptr, flag_ptr,
+    state_stride, slot_stride, out_stride, sequences, tokens, num_heads,
+    D: tl.constexpr, BR: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, D / BR, sequences): final states to their slots; zeros in the rows of null sequences."""
+    """Grid (heads, D / BR, sequences + 1): final states to their slots, zeros for null sequences, v as it was."""
     head = tl.program_id(0)
     part = tl.program_id(1)
     seq = tl.program_id(2)
-    slot = tl.load(slot_ptr + seq.to(tl.int64) * slot_stride).to(tl.int64)
     first = tl.load(cu_ptr + seq)
-    last = tl.load(cu_ptr + seq + 1)
+    last = tokens
+    if seq < sequences:
+        last = tl.load(cu_ptr + seq + 1)
     c = tl.arange(0, D)
-    if slot > 0:
-        r = part * BR + tl.arange(0, BR)
-        tile = head * (D * D) + r[:, None] * D + c[None, :]
-        mask = r[:, None] < tl.where(last > first, D, 0)
-        S = tl.load(final_ptr + seq.to(tl.int64) * num_heads * (D * D) + tile, mask=mask, other=0.0)
-        tl.store(state_ptr + slot * state_stride + tile, S, mask=mask)
-    else:
-        for n in tl.range(0, last - first - part, D // BR):
-            row = (first + part + n).to(tl.int64)
-            tl.store(out_ptr + row * out_stride + head * D + c, tl.zeros([D], out_ptr.dtype.element_ty))
+    r = part * BR + tl.arange(0, BR)
+    kept = (seq.to(tl.int64) * num_heads + head) * (D // BR) + part
+    if tl.load(flag_ptr + kept) > 0:
+        j = tl.arange(0, REACH)
+        x = tl.load(saved_ptr + kept * (REACH * BR) + j[:, None] * BR + tl.arange(0, BR)[None, :])
+        v_at = v_ptr + ((first + j).to(tl.int64) * num_heads + head)[:, None] * D + r[None, :]
+        tl.store(v_at, x, mask=(j < tl.minimum(last - first, REACH - 1))[:, None] & (r < D)[None, :])
+    if seq < sequences:
+        slot = tl.load(slot_ptr + seq.to(tl.int64) * slot_stride).to(tl.int64)
+        if slot > 0:
+            tile = head * (D * D) + r[:, None] * D + c[None, :]
+            mask = r[:, None] < tl.where(last > first, D, 0)
+            S = tl.load(final_ptr + seq.to(tl.int64) * num_heads * (D * D) + tile, mask=mask, other=0.0)
+            tl.store(state_ptr + slot * state_stride + tile, S, mask=mask)
+        else:
+            for n in tl.range(0, last - first - part, D // BR):
+                row = (first + part + n).to(tl.int64)
+                tl.store(out_ptr + row * out_stride + head * D + c, tl.zeros([D], out_ptr.dtype.element_ty))
 
 
 _before = Launcher(flash_before_kernel)
 _after = Launcher(flash_after_kernel)
-BR, BT = 32, 256
+#: Value rows a program, tokens a block of beta, rows of a chunk of the operator.
+BR, BT, REACH = 32, 256, 16
 
 
 def prefill(
@@ -174,11 +232,14 @@ def prefill(
     initial, final = torch.empty(2, sequences, heads, dim, dim, dtype=pool.dtype, device=device).unbind(0)
     raw = torch.empty(heads, tokens, dtype=torch.bfloat16, device=device)
     parts = dim // BR
+    saved = torch.empty((sequences + 1) * heads * parts, REACH, BR, dtype=q.dtype, device=device)
+    flag = torch.empty((sequences + 1) * heads * parts, dtype=torch.int32, device=device)
+    v = v.contiguous()
     _before(
-        (heads, parts, sequences + -(-tokens // (BT * parts))),
-        pool, slots, init, beta, initial, raw,
+        (heads, parts, sequences + max(-(-tokens // (BT * parts)), 1)),
+        pool, slots, init, beta, v, cu_seqlens, initial, raw, saved, flag,
         pool.stride(0), slots.stride(0), checks.row_stride(beta), tokens, sequences, heads,
-        D=dim, BR=BR, BT=BT, num_warps=4,
+        D=dim, BR=BR, BT=BT, REACH=REACH, num_warps=4,
     )  # fmt: skip
     namespace, _ = operator()
     size = int(namespace.get_workspace_size(tokens, heads, sequences))
@@ -192,7 +253,8 @@ def prefill(
     if dense is not out:
         out.copy_(dense)
     _after(
-        (heads, parts, sequences),
-        final, pool, slots, cu_seqlens, out, pool.stride(0), slots.stride(0), checks.row_stride(out), heads,
-        D=dim, BR=BR, num_warps=4,
+        (heads, parts, sequences + 1),
+        final, pool, slots, cu_seqlens, out, v, saved, flag,
+        pool.stride(0), slots.stride(0), checks.row_stride(out), sequences, tokens, heads,
+        D=dim, BR=BR, REACH=REACH, num_warps=4,
     )  # fmt: skip
