@@ -1,6 +1,6 @@
 """NaN or infinity in one request ends that request alone, by name, and reaches nobody else.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 python packages/k3-nvidia/benchmarks/production_isolation.py [--seconds 120]
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 python packages/k3-nvidia/benchmarks/production_isolation.py [--seconds 120] [--parts plain,drafts]
 
 A part of production.py that also runs alone: one JSON line a check to production_isolation.jsonl in $OUT, exit status 1
 if a check failed or did not fit into ``--seconds``. With CUDA graphs on a GPU, the same checks on a CPU without one.
@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from production_support import GPU, Checks, Job, Result, Rule, Served, checkpoin
 
 BITS = Rule(0, 0)
 VICTIM = 2
+PARTS = ("plain", "drafts")
 #: Tokens that the victim has generated when it is struck. A number of steps would not do: a prompt that does not fit
 #: into what a step has left waits, and a strike on a request without blocks strikes nothing.
 STRIKE = 4 if GPU else 2
@@ -53,13 +54,16 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def isolation(check: Checks, work: Path, seconds: float) -> None:
+def isolation(check: Checks, work: Path, seconds: float, parts: Sequence[str] = PARTS) -> None:
     """Poison in states, latent pages and logits; slots of others; prompts of the ended request sent again."""
     end = time.monotonic() + seconds
     folder = checkpoint(work)
-    check.guard("isolation, plain", lambda: plain(check, folder, end))
-    stop(None)
-    if GPU:  # on a CPU vLLM has its first model runner, whose counts do not tell the rows of drafts apart
+    if "plain" in parts:
+        check.guard("isolation, plain", lambda: plain(check, folder, end))
+        stop(None)
+    if (
+        GPU and "drafts" in parts
+    ):  # on a CPU vLLM has its first model runner, whose counts do not tell the rows of drafts apart
         check.guard("isolation, drafts", lambda: drafted(check, folder, end))
         stop(None)
 
@@ -327,12 +331,13 @@ def previous(served: Served, names: list[str], layers: dict[str, Any]) -> dict[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=120, help="no further kind of poison begins after these")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--parts", default=",".join(PARTS), help="without drafts, with drafts (a GPU only), or both")
+    options = parser.parse_args()
     gpu_smoke.LOG = "production_isolation.jsonl"
     gpu_smoke.prepare()
     check, began = Checks("isolation"), time.monotonic()
     with tempfile.TemporaryDirectory(dir=os.environ.get("K3_SCRATCH")) as work:
-        check.guard("isolation", lambda: isolation(check, Path(work), seconds))
+        check.guard("isolation", lambda: isolation(check, Path(work), options.seconds, options.parts.split(",")))
     say(part="isolation", seconds=round(time.monotonic() - began, 1), ok=not check.failed, failed=check.failed)
     return 1 if check.failed else 0
 
