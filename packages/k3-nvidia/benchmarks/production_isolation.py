@@ -1,6 +1,7 @@
 """NaN or infinity in one request ends that request alone, by name, and reaches nobody else.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 python packages/k3-nvidia/benchmarks/production_isolation.py [--seconds 120] [--parts plain,drafts]
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 python packages/k3-nvidia/benchmarks/production_isolation.py
+        [--seconds 120] [--parts plain,drafts]
 
 A part of production.py that also runs alone: one JSON line a check to production_isolation.jsonl in $OUT, exit status 1
 if a check failed or did not fit into ``--seconds``. With CUDA graphs on a GPU, the same checks on a CPU without one.
