@@ -126,7 +126,7 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
     out.append(("place", moe_worklist.place_kernel, {"EB": 1024, "HAS_MAP": False, "CHUNK": 1024}, 4, 3, {}))
     out.append(("combine", moe_combine.combine_kernel,
                 {"TK": 16, "BLOCK": 1024, "HAS_MAP": False, "PDL": True}, 4, 3, {}))  # fmt: skip
-    out.append(("situ", situ.situ_kernel, {"ACT": 1, "BLOCK": 1024, "PDL": True}, 4, 3, {}))
+    out.append(("situ", situ.situ_kernel, {"ACT": 1, "BR": 16, "BC": 128, "INTERPRET": False, "PDL": True}, 4, 3, {}))
     names = ("low_ptr", "high_ptr", "low_scale_ptr", "high_scale_ptr")
     out.append(("repack", moe_repack.repack_kernel, {"KC": 4}, 4, 3, dict.fromkeys(names, "*u8")))
     return out

@@ -57,10 +57,11 @@ def variants() -> Iterator[Variant]:
     product = {"BM": 16, "BN": 32, "K": 128, "KB": 128, "HB": 8, "TILES": 24, "PDL": True, "INTERPRET": False}
     yield "kda_inputs", glue.kda_inputs_kernel, product, 2, None
     yield "rms_norm", glue.rms_norm_kernel, {"BLOCK": 4096, "PDL": True}, 8, None
-    norms = {"BQ": 2048, "BL": 512, "BZ": 1024, "HAS_Q": True, "PDL": True}
-    yield "low_rank_norms", glue.low_rank_norms_kernel, norms, 4, None
+    for whole in (False, True):
+        norms = {"BQ": 2048, "BL": 512, "BZ": 1024, "HAS_Q": True, "WHOLE": whole, "PDL": True}
+        yield "low_rank_norms" + " whole" * whole, glue.low_rank_norms_kernel, norms, 4, None
     yield "sigmoid_mul", glue.sigmoid_mul_kernel, {"BLOCK": 1024, "PDL": True, "INTERPRET": False}, 4, None
-    yield "sigmoid_fp32", glue.sigmoid_fp32_kernel, {"BR": 256, "BC": 8}, 4, None
+    yield "sigmoid_fp32", glue.sigmoid_fp32_kernel, {"BR": 256, "BC": 8, "PDL": True}, 4, None
 
 
 def main() -> None:

@@ -72,10 +72,14 @@ def test_rms_norm(rows: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("with_q", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
     ("rows", "q_size", "latent", "zeros"), [(1, 1536, 512, 768), (3, 40, 24, 1100), (0, 40, 24, 8)]
 )
-def test_low_rank_norms(rows: int, q_size: int, latent: int, zeros: int, with_q: bool) -> None:
+def test_low_rank_norms(
+    rows: int, q_size: int, latent: int, zeros: int, with_q: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(glue, "WHOLE_ROWS", 0 if whole else 512)
     q, x = columns(rows, q_size, latent)
     q_weight, weight = torch.randn(q_size).to(DEVICE, DTYPE), torch.randn(latent).to(DEVICE, DTYPE)
     low, normed, nothing = glue.low_rank_norms(

@@ -29,6 +29,8 @@ from k3_core.operators.triton_host import Launcher, interpreting
 
 #: Rows up to which ``kda_inputs`` multiplies; more are a library's product.
 MAX_ROWS = 16
+#: Rows beyond which ``low_rank_norms`` gives a program a whole row; fewer are spread over more programs.
+WHOLE_ROWS = 512
 #: Elements of a row that ``kda_inputs`` multiplies in one step.
 MAX_INNER = 256
 
@@ -71,8 +73,11 @@ def kda_inputs_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def sigmoid_fp32_kernel(out_ptr, x_ptr, rows, columns, stride_x, BR: tl.constexpr, BC: tl.constexpr):
+def sigmoid_fp32_kernel(out_ptr, x_ptr, rows, columns, stride_x, BR: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr):
     """Program (block of rows): fp32 sigmoid of 16-bit rows, out contiguous."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     there = (row < rows)[:, None] & (column < columns)[None, :]
@@ -109,15 +114,31 @@ def rms_norm_kernel(
 def low_rank_norms_kernel(
     q_ptr, latent_ptr, zero_ptr, x_q_ptr, x_latent_ptr, weight_q_ptr, weight_latent_ptr, q_size, latent_size, zeros,
     eps, stride_x,
-    BQ: tl.constexpr, BL: tl.constexpr, BZ: tl.constexpr, HAS_Q: tl.constexpr, PDL: tl.constexpr,
+    BQ: tl.constexpr, BL: tl.constexpr, BZ: tl.constexpr, HAS_Q: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part): 0 the latent's norm, 1 zeros, 2 the queries' norm. Outputs contiguous."""
+    """Program (row, part): 0 the latent's norm, 1 zeros, 2 the queries' norm; WHOLE: (row), all of them, their loads
+    in flight together. Outputs contiguous."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if part == 0:
+    if WHOLE:
+        c = tl.arange(0, BL)
+        x = tl.load(x_latent_ptr + row * stride_x + c, mask=c < latent_size, other=0.0)
+        if HAS_Q:
+            cq = tl.arange(0, BQ)
+            xq = tl.load(x_q_ptr + row * stride_x + cq, mask=cq < q_size, other=0.0)
+        for first in range(0, zeros, BZ):
+            cz = first + tl.arange(0, BZ)
+            tl.store(zero_ptr + row * zeros + cz, tl.zeros((BZ,), zero_ptr.dtype.element_ty), mask=cz < zeros)
+        y = _normed(x, tl.load(weight_latent_ptr + c, mask=c < latent_size, other=0.0), latent_size, eps)
+        tl.store(latent_ptr + row * latent_size + c, y.to(latent_ptr.dtype.element_ty), mask=c < latent_size)
+        if HAS_Q:
+            yq = _normed(xq, tl.load(weight_q_ptr + cq, mask=cq < q_size, other=0.0), q_size, eps)
+            tl.store(q_ptr + row * q_size + cq, yq.to(q_ptr.dtype.element_ty), mask=cq < q_size)
+    elif part == 0:
         c = tl.arange(0, BL)
         weight = tl.load(weight_latent_ptr + c, mask=c < latent_size, other=0.0)
         x = tl.load(x_latent_ptr + row * stride_x + c, mask=c < latent_size, other=0.0)
@@ -190,7 +211,10 @@ def sigmoid_fp32(x: torch.Tensor) -> torch.Tensor:
     if rows:
         wide = triton.next_power_of_2(columns)
         tall = max(1, min(2048 // wide, triton.next_power_of_2(rows)))
-        _sigmoid_fp32((triton.cdiv(rows, tall),), out, x, rows, columns, x.stride(0), BR=tall, BC=wide, num_warps=4)
+        _sigmoid_fp32(
+            (triton.cdiv(rows, tall),), out, x, rows, columns, x.stride(0), BR=tall, BC=wide, num_warps=4,
+            **launch_options(pdl(x)),
+        )  # fmt: skip
     return out
 
 
@@ -253,10 +277,12 @@ def low_rank_norms(
     if rows:
         size = 1 if q is None else q.shape[1]
         others = (normed, latent, latent_weight) if low is None else (low, q, q_weight)
+        whole = rows > WHOLE_ROWS
+        parts = 1 if whole else 2 if q is None else 3
         _low_rank_norms(
-            (rows, 2 if q is None else 3), others[0], normed, nothing, others[1], latent, others[2], latent_weight,
+            (rows, parts), others[0], normed, nothing, others[1], latent, others[2], latent_weight,
             size, rank, zeros, eps, latent.stride(0), BQ=triton.next_power_of_2(size), BL=triton.next_power_of_2(rank),
-            BZ=1024, HAS_Q=q is not None, num_warps=4, **launch_options(pdl(latent)),
+            BZ=1024, HAS_Q=q is not None, WHOLE=whole, num_warps=4, **launch_options(pdl(latent)),
         )  # fmt: skip
     return low, normed, nothing
 
