@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import harness
 import torch
 
 from k3_nvidia.kernels import experts as ours
-from k3_nvidia.kernels import moe_worklist, router
+from k3_nvidia.kernels import moe_layout, moe_worklist, router
 from k3_nvidia.kernels.moe_combine import combine
 from k3_nvidia.tuning import experts as tuning
 from k3_nvidia.tuning.experts import Plan
@@ -38,29 +39,19 @@ TOKENS = (1, 8, 32, 128, 1024, 8192)
 # Table rows that a measured token count fills, as the upper end of its expected pairs an expert.
 UPPER = {1: 0.05, 8: 0.3, 32: 1.1, 128: 4.0, 1024: 28.0, 8192: 1e9}
 
-# (BN, BX) -> gate/up tiles (row blocks, column blocks, warps, stages)
+# (BN, BX) -> gate/up tiles (row blocks, column blocks, warps, stages, and if bounded: registers a thread)
 W13: dict[str, dict[tuple[int, int], list[Tile]]] = {
     "decode": {
         (8, 0): [(4, 8, 4, 3), (4, 4, 4, 4), (8, 4, 4, 3), (8, 4, 4, 2), (8, 2, 4, 4), (2, 8, 2, 3), (4, 4, 4, 3)]
     },
     "middle": {
-        (32, 0): [
-            (8, 2, 4, 3),
-            (8, 2, 4, 4),
-            (8, 4, 4, 2),
-            (8, 1, 4, 4),
-            (4, 4, 4, 3),
-            (4, 2, 4, 4),
-            (16, 1, 8, 4),
-            (16, 2, 8, 3),
-        ],
+        (32, 0): [(8, 2, 4, 3), (8, 2, 4, 4), (8, 2, 4, 3, 128), (8, 2, 4, 4, 128), (8, 1, 4, 4), (4, 2, 4, 4)],
         (64, 0): [(8, 1, 4, 4), (8, 2, 4, 3)],
     },
     "long": {
-        (128, 0): [(8, 1, 8, 4), (8, 1, 8, 3), (8, 2, 8, 2), (4, 1, 4, 4), (4, 2, 4, 3)],
-        (128, 32): [(8, 1, 8, 4)],
-        (64, 32): [(8, 1, 4, 4), (8, 2, 4, 3)],
-        (64, 0): [(8, 1, 4, 4), (8, 2, 4, 3)],
+        (128, 0): [(8, 1, 8, 4), (8, 1, 8, 5), (16, 1, 16, 4), (16, 1, 16, 3), (4, 1, 4, 4)],
+        (64, 32): [(8, 1, 4, 4)],
+        (64, 0): [(8, 1, 4, 4)],
     },
 }
 # (BN, BX) -> narrow down tiles (row blocks, warps, stages, row tiles a program)
@@ -68,11 +59,11 @@ NARROW: dict[str, dict[tuple[int, int], list[Tile]]] = {
     "decode": {
         (8, 0): [(4, 4, 3, 2), (4, 4, 3, 4), (4, 4, 3, 7), (4, 4, 3, 14), (8, 4, 3, 7), (8, 4, 2, 7), (8, 4, 3, 4)]
     },
-    "middle": {(32, 0): [(4, 4, 3, 28), (4, 4, 4, 28), (8, 4, 2, 14), (4, 4, 2, 28)], (64, 0): [(4, 4, 3, 28)]},
+    "middle": {(32, 0): [(4, 4, 3, 28), (4, 4, 3, 56), (4, 4, 3, 14)], (64, 0): [(4, 4, 3, 28)]},
     "long": {
-        (128, 0): [(4, 4, 2, 56), (4, 4, 2, 28), (8, 8, 2, 28)],
-        (64, 32): [(4, 4, 3, 56), (4, 4, 2, 56)],
-        (64, 0): [(4, 4, 3, 56), (4, 4, 2, 56)],
+        (128, 0): [(4, 4, 2, 56), (4, 4, 2, 28)],
+        (64, 32): [(4, 4, 3, 56)],
+        (64, 0): [(4, 4, 3, 56)],
     },
 }
 # (BN, BX) -> wide down tiles (row blocks, column blocks, warps, stages)
@@ -80,16 +71,12 @@ WIDE: dict[str, dict[tuple[int, int], list[Tile]]] = {
     "decode": {(8, 0): [(4, 4, 4, 4), (4, 8, 4, 3), (8, 4, 4, 3), (2, 8, 2, 3), (4, 4, 4, 3)]},
     "middle": {(32, 0): [(8, 2, 4, 3), (8, 1, 4, 4), (4, 2, 4, 4), (8, 2, 4, 4)], (64, 0): [(8, 1, 4, 4)]},
     "long": {
-        (128, 0): [(8, 1, 8, 4), (8, 1, 8, 3), (8, 2, 8, 2)],
-        (128, 32): [(8, 1, 8, 4)],
+        (128, 0): [(8, 1, 8, 4), (8, 1, 8, 5), (16, 1, 16, 4)],
         (64, 32): [(8, 1, 4, 4)],
-        (64, 0): [(8, 1, 4, 4), (8, 2, 4, 3)],
     },
 }
 # For narrow shapes with many pairs an expert the wide kernel competes too.
-ALSO_WIDE: dict[str, dict[tuple[int, int], list[Tile]]] = {
-    "long": {(128, 0): [(8, 1, 8, 4), (8, 2, 8, 2)], (128, 32): [(8, 1, 8, 4)]}
-}
+ALSO_WIDE: dict[str, dict[tuple[int, int], list[Tile]]] = {"long": {(128, 0): [(8, 1, 8, 4), (16, 1, 16, 4)]}}
 
 
 def phase(tokens: int) -> str:
@@ -103,14 +90,47 @@ def is_narrow(shape: case.Shape) -> bool:
 def plan_of(n: tuple[int, int], w13: Tile, w2: Tile, narrow: bool, tokens: int) -> Plan:
     """The plan of a pair of tiles. The narrow plan keeps legal wide tiles beside it for widths the narrow kernel does
     not take."""
-    mt, kt, warps, stages = w13
+    mt, kt, warps, stages, *most = w13
     block, pdl = (512 if tokens <= 8 else 1024), tokens <= 128
     if narrow:
         mt2, warps2, stages2, rows2 = w2
         kt2 = 4 if n[0] <= 8 else 2 if n[0] < 64 else 1
-        return Plan(n[0], mt, kt, warps, stages, mt2, kt2, warps2, stages2, rows2, block, pdl, n[1], 8)
-    mt2, kt2, warps2, stages2 = w2
-    return Plan(n[0], mt, kt, warps, stages, 4, kt2, warps2, stages2, 0, block, pdl, n[1], mt2)
+        plan = Plan(n[0], mt, kt, warps, stages, mt2, kt2, warps2, stages2, rows2, block, pdl, n[1], 8)
+    else:
+        mt2, kt2, warps2, stages2 = w2
+        plan = Plan(n[0], mt, kt, warps, stages, 4, kt2, warps2, stages2, 0, block, pdl, n[1], mt2)
+    return replace(plan, regs13=sum(most))
+
+
+def whole_plans(plan: Plan, shape: case.Shape, tokens: int) -> dict[str, Plan]:
+    """Plans that differ in what only a whole call shows: one token's own kernels, the down weights asked for ahead,
+    dependent launches."""
+    out = {"plan": plan}
+    if tokens == 1:
+        for mt, stages in ((1, 5), (2, 5), (2, 7), (4, 4)):
+            out[f"one13-{mt}-{stages}"] = replace(plan, one13=mt, one_stages=stages)
+        if is_narrow(shape):
+            for mt, rows in ((1, 1), (1, 2), (2, 1)):
+                out[f"one2-{mt}-{rows}"] = replace(plan, one2=mt, one_rows=rows)
+    if tokens <= 8:
+        for quarters in (2, 4):
+            out[f"next-{quarters}"] = replace(plan, next_quarters=quarters)
+    if tokens > 128:
+        out["pdl"] = replace(plan, pdl=True)
+    return out
+
+
+def combined(plan: Plan, plans: dict[str, Plan], us: dict[str, float]) -> Plan:
+    """The best of each kind together: of the names up to their first dash, the quickest that beats ``plan``."""
+    best: dict[str, str] = {}
+    for name in us:
+        kind = name.split("-")[0]
+        if us[name] < us.get(best.get(kind, "plan"), us["plan"]):
+            best[kind] = name
+    for name in best.values():
+        changed = {k: v for k, v in plans[name].__dict__.items() if v != plans["plan"].__dict__[k]}
+        plan = replace(plan, **changed)
+    return plan
 
 
 def variants(shape: case.Shape, tokens: int) -> list[tuple[str, tuple[int, int], Tile, bool]]:
@@ -198,6 +218,7 @@ def compile_worker(index: int, count: int, only: list[str]) -> None:
         for job in variants(shape, tokens):
             # what the gate/up kernel specialises on is the same for the two wide shapes
             jobs[(case.TP8 if job[0] == "w13" and shape == case.EP16 else shape, *job)] = None
+    wholes = [(shape, tokens) for shape, tokens in cases(only)]
     benches: dict[str, Bench] = {}
     # tiles with the most code first, so that no worker ends with the longest job
     order = sorted(jobs, key=lambda j: -(j[2][0] + j[2][1]) * (1 + (j[2][1] > 0)))
@@ -209,6 +230,19 @@ def compile_worker(index: int, count: int, only: list[str]) -> None:
             benches[shape.name].calls(*job)[0]()
         except Exception as err:
             print(f"compile {shape.name} {job}: {type(err).__name__} {str(err)[:120]}", flush=True)
+    for shape, tokens in wholes[index::count]:  # router, list and weighted sum, and what only whole calls run
+        small = Bench([moe_layout.empty_swizzled(shape.local, shape.width, case.LATENT, "cuda")], shape, tokens)
+        plan = tuning.choose(tokens, case.TOP_K, case.EXPERTS, torch.cuda.get_device_name(0), 90, shape.width)
+        first = True
+        for candidate in whole_plans(plan, shape, tokens).values():
+            try:
+                if candidate.one13 or candidate.one2 or candidate.next_quarters or first:
+                    forward(small, candidate)[0]()
+                first = False
+            except Exception as err:
+                print(f"compile {shape.name} {tokens}: {type(err).__name__} {str(err)[:120]}", flush=True)
+        if index < len(wholes):
+            parts(small, 1, 1)
     torch.cuda.synchronize()
 
 
@@ -244,12 +278,61 @@ def measure(shape: case.Shape, tokens: int, sets: list[Any], bandwidth: float) -
     sums = {n: best["w13", n][0] + best["w2", n][0] for p, n in best if p == "w13" and ("w2", n) in best}
     n = min(sums, key=lambda k: sums[k])
     (_, w13, _), (_, w2, narrow) = best["w13", n], best["w2", n]
-    row["plan"] = plan_of(n, w13, w2, narrow, tokens).__dict__
+    row["plan"] = whole(bench, plan_of(n, w13, w2, narrow, tokens), row, repeat).__dict__
     row["best_us"] = {"-".join(map(str, k)): v for k, v in sums.items()}
     weight_us = sum(touched) / len(touched) * shape.bytes_per_expert / bandwidth * 1e6
     row["floor_w13"], row["floor_w2"] = weight_us * 2 / 3, weight_us / 3
     row["parts"] = parts(bench, 10, repeat)
     return row
+
+
+def forward(bench: Bench, plan: Plan) -> list[Any]:
+    """The whole part, one call a weight set."""
+    return [
+        lambda w=w, i=i: ours.moe_forward(
+            i["hidden"],
+            i["latent"],
+            i["router"],
+            i["bias"],
+            w,
+            case.TOP_K,
+            expert_map=bench.emap,
+            plan=plan,
+            **case.ACT,
+        )
+        for w, i in zip(bench.sets, bench.inputs, strict=True)
+    ]
+
+
+def whole(bench: Bench, plan: Plan, row: dict[str, Any], repeat: int) -> Plan:
+    """Time ``whole_plans`` of a row's best tiles, each checked against float64 first, and choose."""
+    inputs, tokens = bench.inputs[0], bench.tokens
+    weights, ids, _ = case.reference_route(inputs)
+    local = ids if bench.emap is None else bench.emap[ids].long()
+    rows = case.sample_rows(tokens)
+    ref = case.reference_experts(inputs["latent"], weights, local, bench.sets[0], rows)
+    us: dict[str, float] = {}
+
+    def time_plan(name: str, candidate: Plan) -> None:
+        try:
+            calls = forward(bench, candidate)
+            case.check_experts(calls[0](), ref, rows, name)
+            us[name] = harness.time_graph(calls, 10, repeat)
+        except Exception as err:
+            row["wrong"][f"whole {name}"] = f"{type(err).__name__}: {str(err)[:160]}"
+
+    plans = whole_plans(plan, bench.shape, tokens)
+    for name, candidate in plans.items():
+        time_plan(name, candidate)
+    if "plan" not in us:
+        raise harness.CheckFailedError(row["wrong"]["whole plan"])
+    chosen = combined(plan, plans, us)
+    if chosen != plan:
+        time_plan("together", chosen)
+        if us.get("together", 1e9) > us["plan"]:
+            chosen = plan
+    row["whole"] = us
+    return chosen
 
 
 def parts(bench: Bench, iters: int, repeat: int) -> dict[str, float]:
@@ -363,6 +446,7 @@ def report(key: str, row: dict[str, Any], seconds: float) -> None:
     print(f"== {key} [{seconds:.1f} s]; touched {row['touched'][0]}; {floors}", flush=True)
     print(f"   w13 {best(row['w13'])}\n   w2  {best(row['w2'])}", flush=True)
     print("   " + "  ".join(f"{k}={v:.1f}" for k, v in row["parts"].items()), flush=True)
+    print("   whole " + "  ".join(f"{k}={v:.1f}" for k, v in row["whole"].items()), flush=True)
     for name, why in row["wrong"].items():
         print(f"   WRONG {name}: {why}", flush=True)
 

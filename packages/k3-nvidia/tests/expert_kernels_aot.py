@@ -22,7 +22,7 @@ import sass_hazards
 import triton
 
 from k3_core.testing import triton_aot
-from k3_nvidia.kernels import experts_gemm, moe_combine, moe_repack, moe_worklist, router, situ
+from k3_nvidia.kernels import experts_gemm, experts_one, moe_combine, moe_repack, moe_worklist, router, situ
 from k3_nvidia.tuning import experts as tuning
 
 TYPES = {
@@ -38,9 +38,12 @@ def compile_kernel(
 ) -> dict[str, Any]:
     """Compile and disassemble one variant."""
     kinds = TYPES | (types or {})
-    if fn.fn.__module__.endswith("experts_gemm"):
-        kinds["w_ptr"] = "*i16"
+    if fn.fn.__module__.endswith(("experts_gemm", "experts_one")):
+        kinds |= {"w_ptr": "*i16", "w2_ptr": "*i16"}
     options = {"num_warps": warps, "num_stages": stages}
+    constants = dict(constants)
+    if most := constants.pop("REGISTERS", 0):
+        options["maxnreg"] = most
     if "WGMMA" in fn.arg_names:
         constants = constants | {"WGMMA": arch == 90}
     if constants.get("PDL"):
@@ -96,7 +99,8 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
         for i, p in enumerate(tuning.plans("default", width)):
             common = {"BN": p.block_n, "BX": p.extra_n, "WIDE": False, "PDL": p.pdl, "INTERPRET": False}
             out.append((f"w13 {width} plan{i}", experts_gemm.w13_kernel,
-                        {**common, "MT": p.mt13, "KT": p.kt13, "ACT": 1}, p.warps13, p.stages13, {}))  # fmt: skip
+                        {**common, "MT": p.mt13, "KT": p.kt13, "ACT": 1, "NEXT": p.next_quarters,
+                         "REGISTERS": p.regs13}, p.warps13, p.stages13, {}))  # fmt: skip
             if p.rows2 > 0 and width < 3072:
                 k1, k2 = (2, 1) if width == 192 else (4, 2)
                 kernel, tile = (
@@ -106,7 +110,16 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
             else:
                 kernel, tile = experts_gemm.w2_wide_kernel, {"MT": p.wide_mt, "KT": p.kt2}
             out.append((f"w2 {width} plan{i}", kernel, {**common, **tile}, p.warps2, p.stages2, {}))
-    wide = {"BN": 16, "WIDE": True, "PDL": False, "INTERPRET": False, "MT": 4, "KT": 4, "BX": 0, "ACT": 1}
+    for width, (k1, k2) in ((192, (2, 1)), (384, (4, 2))):
+        p = tuning.plans("default", width)[0]
+        common = {"WIDE": False, "PDL": True, "INTERPRET": False}
+        out.append((f"w13 one {width}", experts_one.w13_one_kernel,
+                    {**common, "MT": p.one13 or 2, "KT": 2, "ACT": 1, "NEXT": p.next_quarters}, 4, p.one_stages,
+                    {}))  # fmt: skip
+        out.append((f"w2 one {width}", experts_one.w2_one_kernel,
+                    {**common, "MT": p.one2 or 1, "K1": k1, "K2": k2, "HAS2": True, "SLOTS": 16,
+                     "STAGES": p.one_rows + 1}, 4, 3, {}))  # fmt: skip
+    wide = {"BN": 16, "NEXT": 0, "WIDE": True, "PDL": False, "INTERPRET": False, "MT": 4, "KT": 4, "BX": 0, "ACT": 1}
     out.append(("w13 wide scales", experts_gemm.w13_kernel, wide, 4, 4, {}))
     for tokens in (16, 128):
         out.append((f"logits {tokens}", router.logits_kernel,
@@ -116,11 +129,12 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
         out.append((f"route {mode}", router.route_kernel,
                     {"EB": 1024, "TK": 16, "SPLITS": 14 if mode >= 2 else 1, "HAS_BIAS": True, "RENORM": True,
                      "LIST": mode, "LB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": False,
-                     "CHUNK": 128 if mode == 3 else 512, "PDL": mode >= 2},
+                     "CHUNK": 16 if mode == 3 else 512, "PDL": mode >= 2},
                     8 if mode >= 2 else 1, 3, {}))  # fmt: skip
     out.append(("list small", moe_worklist.small_kernel,
                 {"TK": 16, "EB": 1024, "WORDS": 4, "BN": 16, "HAS_MAP": True, "CHUNK": 1024, "PDL": False},
                 8, 3, {}))  # fmt: skip
+    out.append(("list few", moe_worklist.few_kernel, {"PAIRS": 64, "HAS_MAP": True, "PDL": True}, 4, 3, {}))
     out.append(("mark", moe_worklist.mark_kernel, {"TK": 16, "EB": 1024, "HAS_MAP": False, "ROWS": 16}, 4, 3, {}))
     out.append(("count", moe_worklist.count_kernel, {"EB": 1024, "EC": 16, "WC": 32, "BN": 128}, 4, 3, {}))
     out.append(("place", moe_worklist.place_kernel, {"EB": 1024, "HAS_MAP": False, "CHUNK": 1024}, 4, 3, {}))
@@ -144,11 +158,11 @@ def swept() -> Iterator[tuple[str, Any, dict[str, Any], int, int, dict[str, str]
                 common = {"BN": n[0], "BX": n[1], "WIDE": False, "PDL": False, "INTERPRET": False}
                 name = "-".join(map(str, (*n, *tile)))
                 if product == "w13":
-                    mt, kt, warps, stages = tile
+                    mt, kt, warps, stages, *most = tile
                     yield (
                         f"sweep w13 {name}",
                         experts_gemm.w13_kernel,
-                        {**common, "MT": mt, "KT": kt, "ACT": 1},
+                        {**common, "MT": mt, "KT": kt, "ACT": 1, "NEXT": 0, "REGISTERS": sum(most)},
                         warps,
                         stages,
                         {},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,45 @@ def test_tiles_of_the_tables_at_long_prefill(width: int) -> None:
     table = dict.fromkeys([*plans(experts._device_name(), width), *plans("default", width)])
     for plan in table:
         check_counted(plan, tuple(counts), width, 3584, rounds=3)
+
+
+@pytest.mark.parametrize(
+    ("width", "latent", "top_k", "mapped"),
+    [(192, 256, 9, True), (64, 256, 4, False), (384, 3584, 16, False), (192, 3584, 16, True)],
+)
+def test_one_token_has_kernels_of_its_own(width: int, latent: int, top_k: int, mapped: bool) -> None:
+    """Either of the two, and both, give what the general kernels give; experts elsewhere, and what their rows hold,
+    leave no trace."""
+    if DEVICE == "cpu" and latent > 256:
+        pytest.skip("too long for the interpreter")
+    num = 20
+    weights, x, _ = counted_case((1,) * num, width, latent)
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    ids = choices(1, num + 2 if mapped else num, top_k, seed=5)
+    emap = None
+    if mapped:
+        emap = torch.full((num + 2,), -1, dtype=torch.int32, device=DEVICE)
+        emap[2:] = torch.arange(num, dtype=torch.int32, device=DEVICE)
+        emap[int(ids[0, 1])] = -1
+    used = ids[0].long() if emap is None else emap[ids[0].long()].long()
+    spare = next(e for e in range(num) if e not in used.tolist())
+    weights.w13_scale[spare] = 255  # NaN, were it read into a sum
+    weights.w2_scale[spare] = 255
+    packed = experts.prepare(weights)
+    routed = torch.rand(1, top_k, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    kw = {"hidden_act": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0, "expert_map": emap}
+    plain = replace(SMALL, mt13=8, mt2=16, combine_block=256)
+    want = experts.experts(x[:1], packed, routed, ids, plan=plain, **kw).float()
+    assert torch.isfinite(want).all()
+    assert want.norm() > 0
+    more = 1 if DEVICE == "cuda" else 4  # fewer programs for the interpreter
+    for forms in ({"one13": 2}, {"one2": 1}, {"one2": 2, "one_rows": 1, "one13": 1, "one_stages": 4}):
+        plan = replace(plain, **{k: v * more if k in ("one13", "one2") else v for k, v in forms.items()})
+        assert experts.one_token(packed, 1, top_k, plan) == ("one13" in forms, "one2" in forms)
+        got = experts.experts(x[:1], packed, routed, ids, plan=plan, **kw).float()
+        assert (got - want).norm() <= 2 * 2**-8 * want.norm(), forms  # roundings of y, of d and of the sum
+    assert experts.one_token(packed, 2, top_k, plan) == (False, False)
 
 
 def test_the_sweep_judges_products_by_float64(monkeypatch: pytest.MonkeyPatch) -> None:

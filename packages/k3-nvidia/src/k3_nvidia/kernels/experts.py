@@ -16,6 +16,7 @@ import triton
 from k3_core.operators.triton_host import interpreting
 from k3_nvidia.kernels import moe_worklist, router
 from k3_nvidia.kernels.experts_gemm import w2_kernel, w2_wide_kernel, w13_kernel
+from k3_nvidia.kernels.experts_one import PARTS, w2_one_kernel, w13_one_kernel
 from k3_nvidia.kernels.moe_combine import combine
 from k3_nvidia.kernels.moe_layout import SwizzledExperts, empty_swizzled, pack_expert_, supports_shape
 from k3_nvidia.kernels.moe_worklist import Worklist
@@ -23,6 +24,7 @@ from k3_nvidia.kernels.situ import activation_code
 from k3_nvidia.tuning import experts as tuning
 from k3_nvidia.tuning.experts import Plan
 
+ONE_SLOTS = 16  # experts of one token that one program of its down product holds
 NARROW_BLOCKS = 12  # up to this many column blocks (width 768) the down product keeps y on chip
 
 
@@ -85,6 +87,16 @@ def _wgmma(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def _down(weights: SwizzledExperts) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Codes and scale words of the down products, and how far an expert's lie apart: what gate/up asks for ahead."""
+    scales = weights.s2.view(torch.int32)
+    return weights.w2, scales, weights.w2.stride(0), scales.stride(0)
+
+
+def _next(plan: Plan) -> int:
+    return 0 if interpreting() else plan.next_quarters
+
+
 def run_w13(
     x: torch.Tensor, weights: SwizzledExperts, lst: Worklist, top_k: int, act: tuple[int, float, float], plan: Plan
 ) -> torch.Tensor:
@@ -96,14 +108,64 @@ def run_w13(
     mt, kt = _largest_divisor(mb, plan.mt13), _largest_divisor(kb, plan.kt13)
     scales = weights.s13.view(torch.int32)
     pdl = plan.pdl and not interpreting()
-    options = {"launch_pdl": True} if pdl else {}
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    if plan.regs13 and not interpreting():
+        options["maxnreg"] = plan.regs13
     w13_kernel[(lst.max_items * (mb // mt),)](
         x, weights.w13, scales, y, lst.sorted, lst.work, lst.number, act[1], act[2],
-        x.stride(0), weights.w13.stride(0), scales.stride(0), y.stride(0), top_k, mb, kb,
-        MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, ACT=act[0], WIDE=weights.wide_scales, PDL=pdl,
+        x.stride(0), weights.w13.stride(0), scales.stride(0), y.stride(0), top_k, mb, kb, *_down(weights),
+        MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, ACT=act[0], WIDE=weights.wide_scales, NEXT=_next(plan), PDL=pdl,
         WGMMA=_wgmma(x.device), INTERPRET=interpreting(), num_warps=plan.warps13, num_stages=plan.stages13, **options,
     )  # fmt: skip
     return y
+
+
+def run_w13_one(
+    x: torch.Tensor, weights: SwizzledExperts, lst: Worklist, act: tuple[int, float, float], plan: Plan
+) -> torch.Tensor:
+    """``run_w13`` of one token, where ``one_token`` allows it."""
+    y = torch.empty(lst.sorted.numel(), weights.padded_width, dtype=_between(x.dtype), device=x.device)
+    mb, kb = weights.w13.shape[1] * 4, weights.w13.shape[2]
+    mt, kt = _largest_divisor(mb, plan.one13), _largest_divisor(kb // int(PARTS), 2)
+    scales = weights.s13.view(torch.int32)
+    pdl = plan.pdl and not interpreting()
+    options = {"launch_pdl": True} if pdl else {}
+    w13_one_kernel[(lst.max_items * (mb // mt),)](
+        x, weights.w13, scales, y, lst.work, lst.number, act[1], act[2],
+        weights.w13.stride(0), scales.stride(0), y.stride(0), mb, kb, *_down(weights),
+        MT=mt, KT=kt, ACT=act[0], WIDE=weights.wide_scales, NEXT=_next(plan), PDL=pdl, INTERPRET=interpreting(),
+        num_warps=4, num_stages=plan.one_stages, **options,
+    )  # fmt: skip
+    return y
+
+
+def run_w2_one(
+    y: torch.Tensor, weights: SwizzledExperts, lst: Worklist, topk_weights: torch.Tensor, plan: Plan, out: torch.Tensor
+) -> torch.Tensor:
+    """Down product and weighted sum of one token, where ``one_token`` allows it: writes ``out`` [1, L]."""
+    mb, kb = weights.w2.shape[1] * 4, weights.w2.shape[2]
+    mt = _largest_divisor(mb, plan.one2)
+    pdl = plan.pdl and not interpreting()
+    options = {"launch_pdl": True} if pdl else {}
+    scales = weights.s2.view(torch.int32)
+    high = 1 << (kb.bit_length() - 1)
+    w2_one_kernel[(triton.cdiv(mb // mt, plan.one_rows),)](
+        y, weights.w2, scales, out, topk_weights, lst.sorted, lst.work, lst.number,
+        y.stride(0), weights.w2.stride(0), scales.stride(0), plan.one_rows, mb, weights.latent,
+        K1=high, K2=max(kb - high, 1), HAS2=kb > high, MT=mt, SLOTS=ONE_SLOTS,
+        WIDE=weights.wide_scales, PDL=pdl, STAGES=plan.one_rows + 1, INTERPRET=interpreting(), num_warps=4, **options,
+    )  # fmt: skip
+    return out
+
+
+def one_token(weights: SwizzledExperts, tokens: int, top_k: int, plan: Plan) -> tuple[bool, bool]:
+    """Whether the gate/up and the down product of this call run in the form for one token (``experts_one``)."""
+    if tokens != 1:
+        return False, False
+    kb13, kb2 = weights.w13.shape[2], weights.w2.shape[2]
+    rest = kb2 - (1 << (kb2.bit_length() - 1))
+    narrow = kb2 <= NARROW_BLOCKS and rest & (rest - 1) == 0
+    return plan.one13 > 0 and kb13 % int(PARTS) == 0, plan.one2 > 0 and narrow and top_k <= ONE_SLOTS
 
 
 def run_w2(y: torch.Tensor, weights: SwizzledExperts, lst: Worklist, plan: Plan) -> torch.Tensor:
@@ -193,7 +255,10 @@ def _products(
     plan: Plan,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    y = run_w13(x, weights, lst, topk_ids.shape[1], act, plan)
+    one13, one2 = one_token(weights, *topk_ids.shape, plan)
+    y = run_w13_one(x, weights, lst, act, plan) if one13 else run_w13(x, weights, lst, topk_ids.shape[1], act, plan)
+    if one2:
+        return run_w2_one(y, weights, lst, topk_weights, plan, out)
     d = run_w2(y, weights, lst, plan)
     return combine(d, topk_weights, topk_ids, weights.num_experts, expert_map, out, plan.combine_block, plan.pdl)
 

@@ -138,6 +138,14 @@ def settled(codes):
 
 
 @triton.jit
+def ahead(ptrs):
+    """Ask for the lines of these pointers to be in the L2; they stay where they are until somebody loads them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def columns(KT: tl.constexpr, JOIN: tl.constexpr):
     """Column offsets that ``load`` starts from: all 64 KT, or the first slice of KT blocks, as [.., 1]."""
     if JOIN:

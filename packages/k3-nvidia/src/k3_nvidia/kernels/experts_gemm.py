@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from k3_nvidia.kernels.experts_decode import columns, decode, load, multiply, settled
+from k3_nvidia.kernels.experts_decode import ahead, columns, decode, load, multiply, settled
 
 NARROWED = tl.constexpr(32)  # items of so many tokens and more have narrower products for what they hold
 JOINED = tl.constexpr(16)  # from so many columns on the decoded tile is one operand (``experts_decode``)
@@ -58,13 +58,14 @@ def block_index(mt, kb, KB):
 
 @triton.jit
 def _product(
-    x_ptr, rows1, valid1, rows2, valid2, stride_x, w_ptrs, s_ptrs, KB,
-    MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, WIDE: tl.constexpr, WGMMA: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    x_ptr, rows1, valid1, rows2, valid2, stride_x, w_ptrs, s_ptrs, next_w, next_s, KB,
+    MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, WIDE: tl.constexpr, NEXT: tl.constexpr,
+    WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Weights [16 MT, 64 KB] times the rows of x: fp32 [16 MT, BN] and, if BX, the columns behind them [16 MT, BX].
 
-    The decoded tile serves both products, which is how a tile gets a width that is no power of two.
+    The decoded tile serves both products, which is how a tile gets a width that is no power of two. next_w, next_s:
+    what NEXT asks for on the way (``next_weights``).
     """
     JOIN: tl.constexpr = BN >= JOINED
     k = columns(KT, JOIN)
@@ -89,7 +90,27 @@ def _product(
         w_ptrs += KT * 1024
         s_ptrs += KT * 32
         x1_ptrs += KT * 64
+        if NEXT > 0:
+            ahead(next_w)
+            ahead(next_s)
+            next_w += MT * KT * 32 * NEXT
+            next_s += MT * KT * NEXT
     return acc1, acc2
+
+
+@triton.jit
+def next_weights(
+    w2_ptr, s2_ptr, e, stride_w2e, stride_s2e, tile, KB, MT: tl.constexpr, KT: tl.constexpr, NEXT: tl.constexpr
+):
+    """Where a gate/up tile starts to ask for its share of the expert's down weights: 128 pointers to codes and scales.
+
+    The down product of an expert has half the bytes of the other, so a tile of MT row blocks asks, step by step, for
+    NEXT quarters of half its own: memory is busy where the gate/up product alone does not keep it so, and the down
+    product finds its weights in the L2.
+    """
+    i = tl.arange(0, 128)
+    codes = w2_ptr + e * stride_w2e + tile * (KB * (MT * 32 * NEXT)) + i * (MT * KT * NEXT // 4)
+    return codes, s2_ptr + e * stride_s2e + tile * (KB * (MT * NEXT)) + i * (MT * KT * NEXT) // 128
 
 
 @triton.jit
@@ -116,9 +137,10 @@ def _store_act(
 
 @triton.jit
 def _w13_tile(
-    x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x, stride_y, top_k, KB,
+    x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, next_w, next_s, first, count, tile, beta, linear_beta, stride_x, stride_y,
+    top_k, KB,
     MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, ACT: tl.constexpr, WIDE: tl.constexpr,
-    WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
+    NEXT: tl.constexpr, WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     n1 = tl.arange(0, BN)
     n2 = BN + tl.arange(0, BX if BX > 0 else 16)
@@ -128,23 +150,9 @@ def _w13_tile(
     if BX > 0:
         token2 = (tl.load(sorted_ptr + first + n2, mask=valid2, other=0) // top_k).to(tl.int64)
     acc1, acc2 = _product(
-        x_ptr,
-        token1,
-        valid1,
-        token2,
-        valid2,
-        stride_x,
-        w_ptrs,
-        s_ptrs,
-        KB,
-        MT,
-        KT,
-        BN,
-        BX,
-        WIDE,
-        WGMMA,
-        INTERPRET,
-    )
+        x_ptr, token1, valid1, token2, valid2, stride_x, w_ptrs, s_ptrs, next_w, next_s, KB,
+        MT, KT, BN, BX, WIDE, NEXT, WGMMA, INTERPRET,
+    )  # fmt: skip
     _store_act(acc1, y_ptr, first + n1, valid1, stride_y, tile, beta, linear_beta, MT, BN, ACT)
     if BX > 0:
         _store_act(acc2, y_ptr, first + n2, valid2, stride_y, tile, beta, linear_beta, MT, BX, ACT)
@@ -153,9 +161,9 @@ def _w13_tile(
 @triton.jit
 def w13_kernel(
     x_ptr, w_ptr, s_ptr, y_ptr, sorted_ptr, work_ptr, num_ptr, beta, linear_beta,
-    stride_x, stride_we, stride_se, stride_y, top_k, MB, KB,
+    stride_x, stride_we, stride_se, stride_y, top_k, MB, KB, w2_ptr, s2_ptr, stride_w2e, stride_s2e,
     MT: tl.constexpr, KT: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, ACT: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr, WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
+    NEXT: tl.constexpr, PDL: tl.constexpr, WGMMA: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Program (item * row tiles + row tile): y[first + j, channels of the tile] for the item's tokens j.
 
@@ -175,35 +183,46 @@ def w13_kernel(
     block = block_index(tile * MT + tl.arange(0, MT)[:, None, None], tl.arange(0, KT)[None, :, None], KB)
     w_ptrs = w_ptr + e * stride_we + block * 256 + tl.arange(0, 256)[None, None, :]
     s_ptrs = s_ptr + e * stride_se + block * 8 + tl.arange(0, 8)[None, None, :]
+    next_w, next_s = w_ptrs, s_ptrs
+    if NEXT > 0:
+        next_w, next_s = next_weights(w2_ptr, s2_ptr, e, stride_w2e, stride_s2e, tile, KB, MT, KT, NEXT)
     if BX == 0:
         if BN < NARROWED:
-            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                      stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
+            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, next_w, next_s, first, count, tile, beta,
+                      linear_beta, stride_x, stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, NEXT, WGMMA,
+                      INTERPRET)  # fmt: skip
         elif count <= BN // 4:
-            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                      stride_y, top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
+            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, next_w, next_s, first, count, tile, beta,
+                      linear_beta, stride_x, stride_y, top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, NEXT, WGMMA,
+                      INTERPRET)  # fmt: skip
         elif count <= BN // 2:
-            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                      stride_y, top_k, KB, MT, KT, BN // 2, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
+            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, next_w, next_s, first, count, tile, beta,
+                      linear_beta, stride_x, stride_y, top_k, KB, MT, KT, BN // 2, 0, ACT, WIDE, NEXT, WGMMA,
+                      INTERPRET)  # fmt: skip
         else:
-            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                      stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
+            _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, next_w, next_s, first, count, tile, beta,
+                      linear_beta, stride_x, stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, NEXT, WGMMA,
+                      INTERPRET)  # fmt: skip
     elif count <= BN // 4:
-        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                  stride_y, top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
+        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, next_w, next_s, first, count, tile, beta,
+                  linear_beta, stride_x, stride_y, top_k, KB, MT, KT, BN // 4, 0, ACT, WIDE, NEXT, WGMMA,
+                  INTERPRET)  # fmt: skip
     elif count <= BN:
-        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                  stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
+        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, next_w, next_s, first, count, tile, beta,
+                  linear_beta, stride_x, stride_y, top_k, KB, MT, KT, BN, 0, ACT, WIDE, NEXT, WGMMA,
+                  INTERPRET)  # fmt: skip
     elif count <= BN + BX // 2:
-        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                  stride_y, top_k, KB, MT, KT, BN, BX // 2, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
+        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, next_w, next_s, first, count, tile, beta,
+                  linear_beta, stride_x, stride_y, top_k, KB, MT, KT, BN, BX // 2, ACT, WIDE, NEXT, WGMMA,
+                  INTERPRET)  # fmt: skip
     else:
-        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, first, count, tile, beta, linear_beta, stride_x,
-                  stride_y, top_k, KB, MT, KT, BN, BX, ACT, WIDE, WGMMA, INTERPRET)  # fmt: skip
+        _w13_tile(x_ptr, y_ptr, sorted_ptr, w_ptrs, s_ptrs, next_w, next_s, first, count, tile, beta,
+                  linear_beta, stride_x, stride_y, top_k, KB, MT, KT, BN, BX, ACT, WIDE, NEXT, WGMMA,
+                  INTERPRET)  # fmt: skip
 
 
 @triton.jit
-def _load_y(ptrs, valid, K1: tl.constexpr, K2: tl.constexpr, HAS2: tl.constexpr, JOIN: tl.constexpr):
+def load_y(ptrs, valid, K1: tl.constexpr, K2: tl.constexpr, HAS2: tl.constexpr, JOIN: tl.constexpr):
     """The whole width of some rows of y as two operands; without K2 the first stands in for the unused one."""
     first = load(ptrs + columns(K1, JOIN), valid, JOIN)
     if HAS2:
@@ -230,13 +249,13 @@ def _w2_rows(
     n = tl.arange(0, BN)
     valid = n < count
     pair = tl.load(sorted_ptr + first + n, mask=valid, other=0).to(tl.int64)
-    y1, y2 = _load_y(y_ptr + (first + n)[None, :] * stride_y, valid, K1, K2, HAS2, JOIN)
+    y1, y2 = load_y(y_ptr + (first + n)[None, :] * stride_y, valid, K1, K2, HAS2, JOIN)
     nx = BN + tl.arange(0, BX if BX > 0 else 16)
     valid_x = nx < count
     pair_x, x1, x2 = pair, y1, y2
     if BX > 0:
         pair_x = tl.load(sorted_ptr + first + nx, mask=valid_x, other=0).to(tl.int64)
-        x1, x2 = _load_y(y_ptr + (first + nx)[None, :] * stride_y, valid_x, K1, K2, HAS2, JOIN)
+        x1, x2 = load_y(y_ptr + (first + nx)[None, :] * stride_y, valid_x, K1, K2, HAS2, JOIN)
     m = tl.arange(0, MT)[:, None, None]
     lane = tl.arange(0, 256)[None, None, :]
     octet = tl.arange(0, 8)[None, None, :]
@@ -324,23 +343,9 @@ def _w2_tile(
     n2 = BN + tl.arange(0, BX if BX > 0 else 16)
     valid1, valid2 = n1 < count, n2 < count
     acc1, acc2 = _product(
-        y_ptr,
-        first + n1,
-        valid1,
-        first + n2,
-        valid2,
-        stride_y,
-        w_ptrs,
-        s_ptrs,
-        KB,
-        MT,
-        KT,
-        BN,
-        BX,
-        WIDE,
-        WGMMA,
-        INTERPRET,
-    )
+        y_ptr, first + n1, valid1, first + n2, valid2, stride_y, w_ptrs, s_ptrs, w_ptrs, s_ptrs, KB,
+        MT, KT, BN, BX, WIDE, 0, WGMMA, INTERPRET,
+    )  # fmt: skip
     row = tile * MT * 16 + tl.arange(0, MT * 16)
     pair1 = tl.load(sorted_ptr + first + n1, mask=valid1, other=0).to(tl.int64)
     _store_pairs(acc1, d_ptr, pair1, row, valid1, stride_d, L)

@@ -252,7 +252,7 @@ def _launch_route(
     # One warp a token is right where tokens fill the device; alone it takes 18 us where four take 6.
     warps = 8 if mode >= 2 else 4 if tokens <= ONE_LAUNCH_TOKENS else 1
     words = triton.next_power_of_2(triton.cdiv(tokens, 32)) if mode == 2 else 1
-    chunk = 512 if lst is None or mode != 3 else few(tokens, tk, lst.block_n)
+    chunk = 512 if lst is None or mode != 3 else few(tokens, tk)
     dummy = ids
     mask, ticket, work, number, offset, order = (
         (dummy,) * 6 if lst is None else (lst.mask, lst.ticket, lst.work, lst.number, lst.offset, lst.sorted)
@@ -314,7 +314,7 @@ def route_and_list(
     lst = allocate(tokens, top_k, num_local, block_n, x.device)
     eb = lst.offset.numel()
     if tokens <= ONE_LAUNCH_TOKENS:
-        mode = 3 if few(tokens, triton.next_power_of_2(top_k), block_n) else 2
+        mode = 3 if few(tokens, triton.next_power_of_2(top_k)) else 2
         marks = 0 if mode == 3 else triton.next_power_of_2(triton.cdiv(max(tokens, 1), 32)) * eb
         zero = torch.empty(marks + 16, dtype=torch.int32, device=x.device)
         lst.mask, lst.ticket = zero[:marks], zero[marks:]

@@ -20,7 +20,9 @@ class Plan:
     w13: row
     blocks (16 rows each), column blocks (64 each), warps, stages;
     w2: row blocks, warps, stages and row tiles a program (narrow kernel), or wide_mt row blocks and kt2 column
-    blocks."""
+    blocks; one13, one2: row blocks of the kernels for one token (0: the general ones), the former's stages and the
+    latter's row tiles a program; next_quarters: how much of the down weights gate/up asks into the L2; regs13: most
+    registers a thread of gate/up (0: any)."""
 
     block_n: int
     mt13: int
@@ -36,6 +38,12 @@ class Plan:
     pdl: bool
     extra_n: int = 0
     wide_mt: int = 8
+    one13: int = 0
+    one2: int = 0
+    one_stages: int = 5
+    one_rows: int = 2
+    next_quarters: int = 0
+    regs13: int = 0
 
     @property
     def item_n(self) -> int:
@@ -82,7 +90,7 @@ def choose(tokens: int, top_k: int, num_experts: int, device: str, capability: i
     pairs = tokens * top_k / max(num_experts, 1)
     plan = next((r.plan for r in table if pairs <= r.max_pairs), table[-1].plan)
     if capability < 90:
-        plan = replace(plan, stages13=min(plan.stages13, 2), stages2=min(plan.stages2, 2), pdl=False)
+        plan = replace(plan, stages13=min(plan.stages13, 2), stages2=min(plan.stages2, 2), one13=0, one2=0, pdl=False)
     return plan
 
 
