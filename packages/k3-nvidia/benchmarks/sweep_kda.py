@@ -106,9 +106,9 @@ PREFILL: dict[str, dict[str, Config]] = {
     "local 4 stages": {"local": {"BR": 64, "STAGES": 4, "num_warps": 4}},
     "norm 8": {"norm": {"ROWS": 8, "num_warps": 4}},
 }
-#: The bandwidth-bound neighbours of a prefill: (channels, tokens a tile, warps), and (rows, warps) of the norm.
-CONV = [(c, t, w) for c in (128, 256) for t in (8, 16, 32) for w in (2, 4, 8)] + [(64, 16, 2), (64, 32, 4), (512, 8, 8)]
-NORM = [(r, w) for r in (4, 8, 16, 32) for w in (1, 2, 4, 8) if r * 4 >= w * 4]
+#: The bandwidth-bound neighbours of a prefill: (channels, parts of a chunk, warps), and (rows, warps) of the norm.
+CONV = [(c, p, w) for c, w in ((128, 1), (256, 1), (256, 2), (512, 2), (512, 4), (1024, 4)) for p in (1, 2, 4)]
+NORM = [(r, w) for r in (8, 16, 32) for w in (2, 4, 8)]
 SHAPES = [(6, (8192,)), (12, (8192,)), (96, (1024,))]
 
 
@@ -281,7 +281,7 @@ def around_row(heads: int, tokens: int) -> dict[str, Any]:
     def norm() -> None:
         kda_prefill.gated_norm(case["v"], case["gate"], case["o_norm_weight"], case["o_norm_eps"], out=o)
 
-    found = [(f"conv {c}x{t} {w}", {"conv": {"BC": c, "TR": t, "num_warps": w}}, conv) for c, t, w in CONV]
+    found = [(f"conv {c}/{p} {w}", {"conv": {"BC": c, "PARTS": p, "num_warps": w}}, conv) for c, p, w in CONV]
     found += [(f"norm {r} {w}", {"norm": {"ROWS": r, "num_warps": w}}, norm) for r, w in NORM]
     row: dict[str, Any] = {"heads": heads, "tokens": tokens}
     for name, options, call in found:

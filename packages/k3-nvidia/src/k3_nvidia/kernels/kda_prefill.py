@@ -267,7 +267,7 @@ def short_conv(
         return out
     options = tuning.launch("conv")
     _short_conv(
-        (-(-channels // options["BC"]), plan.num_chunks),
+        (-(-channels // options["BC"]), plan.num_chunks, options["PARTS"]),
         x, weight, conv_state, out, plan.chunks, cu_seqlens, slot_mapping, has_initial_state,
         checks.row_stride(x), out_stride, weight.stride(0), *conv_state.stride(), slot_mapping.stride(0),
         channels, width, part_stride, **options,
