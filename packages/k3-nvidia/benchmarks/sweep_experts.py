@@ -211,6 +211,17 @@ def cases(only: list[str]) -> list[tuple[case.Shape, int]]:
     return [names.pop(k) for k in first if k in names] + list(names.values())
 
 
+def wholes(only: list[str]) -> list[tuple[case.Shape, int, Plan]]:
+    """Whole calls whose kernels no tile of ``variants`` holds."""
+    out = []
+    device = torch.cuda.get_device_name(0)
+    for shape, tokens in cases(only):
+        plan = tuning.choose(tokens, case.TOP_K, case.EXPERTS, device, 90, shape.width)
+        found = whole_plans(replace(plan, one13=0, one2=0, next_quarters=0), shape, tokens)
+        out += [(shape, tokens, p) for name, p in found.items() if name != "pdl"]
+    return out
+
+
 def compile_worker(index: int, count: int, only: list[str]) -> None:
     """Run every count-th variant once on a small bench so that its binary is in the disk cache."""
     jobs: dict[Any, None] = {}
@@ -218,7 +229,6 @@ def compile_worker(index: int, count: int, only: list[str]) -> None:
         for job in variants(shape, tokens):
             # what the gate/up kernel specialises on is the same for the two wide shapes
             jobs[(case.TP8 if job[0] == "w13" and shape == case.EP16 else shape, *job)] = None
-    wholes = [(shape, tokens) for shape, tokens in cases(only)]
     benches: dict[str, Bench] = {}
     # tiles with the most code first, so that no worker ends with the longest job
     order = sorted(jobs, key=lambda j: -(j[2][0] + j[2][1]) * (1 + (j[2][1] > 0)))
@@ -230,19 +240,13 @@ def compile_worker(index: int, count: int, only: list[str]) -> None:
             benches[shape.name].calls(*job)[0]()
         except Exception as err:
             print(f"compile {shape.name} {job}: {type(err).__name__} {str(err)[:120]}", flush=True)
-    for shape, tokens in wholes[index::count]:  # router, list and weighted sum, and what only whole calls run
+    for shape, tokens, plan in wholes(only)[index::count]:  # router, list and weighted sum, and what only they show
         small = Bench([moe_layout.empty_swizzled(shape.local, shape.width, case.LATENT, "cuda")], shape, tokens)
-        plan = tuning.choose(tokens, case.TOP_K, case.EXPERTS, torch.cuda.get_device_name(0), 90, shape.width)
-        first = True
-        for candidate in whole_plans(plan, shape, tokens).values():
-            try:
-                if candidate.one13 or candidate.one2 or candidate.next_quarters or first:
-                    forward(small, candidate)[0]()
-                first = False
-            except Exception as err:
-                print(f"compile {shape.name} {tokens}: {type(err).__name__} {str(err)[:120]}", flush=True)
-        if index < len(wholes):
+        try:
+            forward(small, plan)[0]()
             parts(small, 1, 1)
+        except Exception as err:
+            print(f"compile {shape.name} {tokens}: {type(err).__name__} {str(err)[:120]}", flush=True)
     torch.cuda.synchronize()
 
 

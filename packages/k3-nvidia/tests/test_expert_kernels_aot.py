@@ -27,7 +27,8 @@ AROUND = (
     "logits 16", "route 0", "route 1", "route 2", "route 3", "list few", "list small", "mark", "count", "place",
     "combine", "situ", "repack",
 )  # fmt: skip
-GATE = (*DECODE, *MIDDLE, *LONG, "w13 wide scales", *AROUND)
+ONE = tuple(f"{kernel} one {width}" for kernel in ("w13", "w2") for width in (192, 384))
+GATE = (*DECODE, *ONE, *MIDDLE, *LONG, "w13 wide scales", *AROUND)
 #: Bytes of shared memory that one program may have on the architectures that were not measured.
 SHARED = {100: 232448, 120: 101376}
 
