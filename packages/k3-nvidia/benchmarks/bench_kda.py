@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,6 +112,13 @@ def expected_prefill(case: dict[str, Any], cu: torch.Tensor, heads: int) -> tupl
     return contract.chunked(q, k, v, g, case["beta"][:, :heads].double(), start, cu.cuda(), chunk=64)
 
 
+def plain_name(name: str) -> str:
+    """A kernel's name without return type, template and parameters, whether the profiler gives it mangled or not."""
+    if mangled := re.match(r"_Z(\d+)", name):
+        return name[mangled.end() : mangled.end() + int(mangled[1])]
+    return name.removeprefix("void ").split("<")[0].split("(")[0]
+
+
 _names: dict[str, list[str]] = {}
 
 
@@ -118,7 +126,7 @@ def named(key: str, call: Callable[[], Any]) -> list[str]:
     """Kernels of a path, asked of the profiler once a path; their parameter lists are left out."""
     if key not in _names:
         try:
-            _names[key] = [name.removeprefix("void ").split("<")[0].split("(")[0] for name in kernel_names(call)]
+            _names[key] = [plain_name(name) for name in kernel_names(call)]
         except Exception as error:
             _names[key] = [f"not known: {type(error).__name__}"]
     return _names[key]

@@ -108,6 +108,7 @@ PREFILL: dict[str, dict[str, Config]] = {
 }
 #: The bandwidth-bound neighbours of a prefill: (channels, parts of a chunk, warps), and (rows, warps) of the norm.
 CONV = [(c, p, w) for c, w in ((128, 1), (256, 1), (256, 2), (512, 2), (512, 4), (1024, 4)) for p in (1, 2, 4)]
+AROUND = (6, 12, 96)  # heads
 NORM = [(r, w) for r in (8, 16, 32) for w in (2, 4, 8)]
 SHAPES = [(6, (8192,)), (12, (8192,)), (96, (1024,))]
 
@@ -264,6 +265,13 @@ def prefill_row(heads: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     return row
 
 
+def around_forms() -> dict[str, dict[str, Config]]:
+    """Launch options of the convolution and of the norm by name."""
+    forms: dict[str, dict[str, Config]] = {}
+    forms |= {f"conv {c}/{p} {w}": {"conv": {"BC": c, "PARTS": p, "num_warps": w}} for c, p, w in CONV}
+    return forms | {f"norm {r} {w}": {"norm": {"ROWS": r, "num_warps": w}} for r, w in NORM}
+
+
 def around_row(heads: int, tokens: int) -> dict[str, Any]:
     """Graph microseconds of the convolution (three dense tensors) and of the gated norm, launch options varied."""
     import bench_kda
@@ -281,10 +289,9 @@ def around_row(heads: int, tokens: int) -> dict[str, Any]:
     def norm() -> None:
         kda_prefill.gated_norm(case["v"], case["gate"], case["o_norm_weight"], case["o_norm_eps"], out=o)
 
-    found = [(f"conv {c}/{p} {w}", {"conv": {"BC": c, "PARTS": p, "num_warps": w}}, conv) for c, p, w in CONV]
-    found += [(f"norm {r} {w}", {"norm": {"ROWS": r, "num_warps": w}}, norm) for r, w in NORM]
-    row: dict[str, Any] = {"heads": heads, "tokens": tokens}
-    for name, options, call in found:
+    row: dict[str, Any] = {}
+    for name, options in around_forms().items():
+        call = conv if name.startswith("conv") else norm
         try:
             with Tuned(prefill=options):
                 row[name] = time_pair_graph([call], 7, repeat=2)[0]
@@ -305,7 +312,7 @@ def plan_rows(parts: Sequence[str]) -> list[tuple[str, Callable[[], dict[str, An
             name = f"engine h{heads} " + "+".join(map(str, lengths))
             rows.append((name, lambda h=heads, s=lengths: engine_row(h, s)))
     rows += [(f"options h{h} {s[0]}", lambda h=h, s=s: prefill_row(h, s)) for h, s in SHAPES]
-    rows += [(f"around h{h}", lambda h=h: around_row(h, 8192)) for h in (6, 12, 96)]
+    rows += [(f"around h{h}", lambda h=h: around_row(h, 8192)) for h in AROUND]
     return [row for row in rows if row[0].split()[0] in parts]
 
 
@@ -318,6 +325,12 @@ def write(rows: dict[str, dict[str, Any]], out: Path) -> None:
         steps = [r for k, r in good.items() if k.startswith(part + " ")]
         if len(steps) == count:
             data[part] = step_table(steps, configs)
+    around = [r for k, r in good.items() if k.startswith("around ")]
+    if len(around) == len(AROUND):
+        mean = {n: sum(math.log(r[n]) for r in around) for n in around[0] if all(n in r for r in around)}
+        forms = around_forms()
+        for part in ("conv", "norm"):
+            data[part] = forms[min((n for n in mean if n.startswith(part)), key=lambda n: mean[n])][part]
     if data != old:
         data |= {"device": torch.cuda.get_device_name(), "date": _today()}
         lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in data.items())
