@@ -26,6 +26,7 @@ import torch
 
 from k3_nvidia.kernels import experts as ours
 from k3_nvidia.kernels import moe_layout
+from k3_nvidia.tuning import experts as tuning
 
 TOKENS = (8192, 1, 1024, 8, 32, 128)  # the rows that matter most first
 SHAPES = (case.TP16, case.TP8, case.EP16)
@@ -111,6 +112,27 @@ def _ours(bench: ShapeBench, inputs: dict[str, torch.Tensor], index: int) -> Any
     )
 
 
+def product_calls(
+    bench: ShapeBench, latent: torch.Tensor, routed: torch.Tensor, ids: torch.Tensor
+) -> tuple[tuning.Plan, list[Any]]:
+    """The plan of a row and its two products alone, as the whole part runs them (one token's second holds the sum)."""
+    shape, experts = bench.shape, bench.sets[0]
+    act = (1, case.BETA, case.LINEAR_BETA)
+    plan = ours._plan(len(ids), case.TOP_K, case.EXPERTS, experts)
+    lst = ours.moe_worklist.build(ids, shape.local, plan.item_n, bench.emap)
+    one13, one2 = ours.one_token(experts, *ids.shape, plan)
+    y = ours.run_w13(latent, experts, lst, case.TOP_K, act, plan)
+    out = torch.empty_like(latent)
+    return plan, [
+        (lambda: ours.run_w13_one(latent, experts, lst, act, plan))
+        if one13
+        else (lambda: ours.run_w13(latent, experts, lst, case.TOP_K, act, plan)),
+        (lambda: ours.run_w2_one(y, experts, lst, routed, plan, out))
+        if one2
+        else (lambda: ours.run_w2(y, experts, lst, plan)),
+    ]
+
+
 def measure(bench: ShapeBench, tokens: int, ceilings: dict[str, float]) -> dict[str, Any]:
     """Check, then time every side of one row."""
     shape, inputs = bench.shape, bench.inputs(tokens)
@@ -170,14 +192,7 @@ def measure(bench: ShapeBench, tokens: int, ceilings: dict[str, float]) -> dict[
     rivals = {k: v for k, v in best.items() if k != "ours"}
     if rivals:
         row["ratio"] = best["ours"] / min(rivals.values())
-    act = (1, case.BETA, case.LINEAR_BETA)
-    plan = ours._plan(tokens, case.TOP_K, case.EXPERTS, bench.sets[0])
-    lists = ours.moe_worklist.build(ids.int(), shape.local, plan.item_n, bench.emap)
-    y = ours.run_w13(inputs["latent"], bench.sets[0], lists, case.TOP_K, act, plan)
-    products: list[Any] = [
-        lambda: ours.run_w13(inputs["latent"], bench.sets[0], lists, case.TOP_K, act, plan),
-        lambda: ours.run_w2(y, bench.sets[0], lists, plan),
-    ]
+    plan, products = product_calls(bench, inputs["latent"], weights.float(), ids.int())
     if tokens <= 1024:
         times = harness.time_pair_graph([flush, *[lambda p=p: (flush(), p()) for p in products]], iters, repeat=2)
         w13, w2 = times[1] - times[0], times[2] - times[0]
