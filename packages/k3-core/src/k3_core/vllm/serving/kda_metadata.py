@@ -179,7 +179,7 @@ class KdaMetadataBuilder(GDNAttentionMetadataBuilder):
         drafts = num_decode_draft_tokens_cpu
         if drafts is None and m.max_query_len == 1 and not _any_prompt(m):
             # The usual step, on every one of which this host time is spent: rows of one token, then padding.
-            return self._steps_only(m, int(m.query_start_loc_cpu[rows]), self._slots_of(m), None)
+            return self._steps_only(m, int(m.query_start_loc_cpu.numpy()[rows]), self._slots_of(m), None)
         bounds = m.query_start_loc_cpu[: rows + 1].numpy()
         kinds = classify(
             np.diff(bounds),
@@ -220,7 +220,8 @@ class KdaMetadataBuilder(GDNAttentionMetadataBuilder):
             tokens = max(tokens, m.num_reqs)
             own = self._slots[:tokens]
             own[:count].copy_(slots[:count, 0])
-            own[count:].fill_(NULL_BLOCK)
+            if count < tokens:
+                own[count:].fill_(NULL_BLOCK)
             return KdaMetadata(tokens, 0, decode=Decode(own))
         rows = m.num_reqs
         own, counts, ends = self._verify_slots[:rows], self._accepted[:rows], self._cu_seqlens[: rows + 1]
@@ -269,7 +270,7 @@ class KdaMetadataBuilder(GDNAttentionMetadataBuilder):
 
 def _any_prompt(m: CommonAttentionMetadata) -> bool:
     """Whether any request's prompt was not yet computed before this step; None (a capture) means no."""
-    return m.is_prefilling is not None and bool(m.is_prefilling[: m.num_reqs].any())
+    return m.is_prefilling is not None and bool(m.is_prefilling.numpy()[: m.num_reqs].any())
 
 
 def _host_seq_lens(m: CommonAttentionMetadata) -> np.ndarray:
