@@ -8,7 +8,8 @@ decoding step for several batch sizes and a prompt of several lengths. ``ms`` is
 and output processing included; ``device_ms`` is the time the device worked in a step (from a trace of another run of
 the same batch; waits for the host are left out, see ``engine_worker.spans``). vLLM's experts are what it chooses on
 this device (Humming on Hopper), or with ``--experts marlin`` Marlin: the rival of a row is the faster of the two.
-Alternate the processes. ``--startup`` starts an engine in a process of its own, measures nothing else and takes from
+Alternate the processes, or start them together with ``--turns`` and let them take turns.
+``--startup`` starts an engine in a process of its own, measures nothing else and takes from
 its log what it needed after its weights ("init engine ... took": memory profile, warm-up, graphs); run it after a whole
 run of the same engine on the same machine, and every cache is warm. Appends JSON lines to engine.jsonl in $OUT.
 """
@@ -22,6 +23,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,7 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of 
 import engine_worker
 import gpu_smoke
 import torch
+from engine_turns import Turns
 from gpu_smoke import layer_lists, prompts, say, start
 
 from k3_core.checkpoint import tiny_config, write_tiny
@@ -82,8 +85,10 @@ BATCHES, LENGTHS = (1, 8, 32, 128), (1024, 8192, 32768)
 VOCABULARY = 512  # of the prompts; every shape has as many
 
 
-def decode_ms(llm: Any, batch: int, context: int, steps: int = 48, traced_steps: int = 24) -> dict[str, Any]:
-    """Milliseconds of a decoding step: what ``steps`` more tokens add to a whole batch, and the device's part."""
+def decode_ms(
+    llm: Any, batch: int, context: int, traced: bool, steps: int = 48, traced_steps: int = 24
+) -> dict[str, Any]:
+    """Milliseconds of a decoding step: what ``steps`` more tokens add to a whole batch; traced: the device's, too."""
     from vllm import SamplingParams
 
     requests = [{"prompt_token_ids": p} for p in prompts((context,) * batch, seed=batch, vocabulary=VOCABULARY)]
@@ -97,9 +102,12 @@ def decode_ms(llm: Any, batch: int, context: int, steps: int = 48, traced_steps:
     seconds(8)
     few = statistics.median(seconds(8) for _ in range(3))
     many = statistics.median(seconds(8 + steps) for _ in range(3))
-    traced = [_traced(llm, lambda c=count: seconds(c)) for count in (8, 8 + traced_steps)]
-    device = {k: round((traced[1][k] - traced[0][k]) / traced_steps, 3) for k in ("device_ms", "launches")}
-    return {"ms": round(1e3 * (many - few) / steps, 3), **device, "kernels": traced[1]["kernels"]}
+    result = {"ms": round(1e3 * (many - few) / steps, 3)}
+    if not traced:
+        return result
+    traces = [_traced(llm, lambda c=count: seconds(c)) for count in (8, 8 + traced_steps)]
+    device = {k: round((traces[1][k] - traces[0][k]) / traced_steps, 3) for k in ("device_ms", "launches")}
+    return {**result, **device, "kernels": traces[1]["kernels"]}
 
 
 def _traced(llm: Any, call: Callable[[], Any]) -> dict[str, Any]:
@@ -110,8 +118,8 @@ def _traced(llm: Any, call: Callable[[], Any]) -> dict[str, Any]:
     return {**found, "kernels": list(found["kernels_us_and_count"])[:6]}
 
 
-def prefill_ms(llm: Any, length: int, repeats: int) -> dict[str, Any]:
-    """Median milliseconds of a request of ``length`` prompt tokens and one generated token, and the device's part."""
+def prefill_ms(llm: Any, length: int, repeats: int, traced: bool) -> dict[str, Any]:
+    """Median milliseconds of a request of ``length`` prompt tokens and one generated; traced: the device's, too."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -123,27 +131,27 @@ def prefill_ms(llm: Any, length: int, repeats: int) -> dict[str, Any]:
         return 1e3 * (time.perf_counter() - began)
 
     times = [request(100 + repeat) for repeat in range(repeats + 2)]
-    traced = _traced(llm, lambda: request(99))
-    return {
-        "ms": round(statistics.median(times[2:]), 2),
-        "device_ms": round(traced["device_ms"], 2),
-        "kernels": traced["kernels"],
-    }
+    result = {"ms": round(statistics.median(times[2:]), 2)}
+    if not traced:
+        return result
+    trace = _traced(llm, lambda: request(99))
+    return {**result, "device_ms": round(trace["device_ms"], 2), "kernels": trace["kernels"]}
 
 
-def rank(work: Path, impl: str, shape: str, experts: str, only_start: bool = False) -> None:
+def rank(work: Path, options: argparse.Namespace, experts: str) -> None:
     """Times of the rank-shaped model, ours or (in processes of its own) vLLM's; with only_start none but its start."""
+    impl, shape = options.impl, options.shape
     folder = work / "rank"
     folder.mkdir(parents=True, exist_ok=True)
     small = shape == "tiny"
     config = (tiny_config("linear") if small else rank_config(int(shape[2:]))).to_dict()
     who: dict[str, Any] = {"part": "rank", "shape": shape, "impl": impl, "experts": experts}
-    options: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if impl == "upstream":
         # What vLLM makes of the release's quantisation: only the routed experts are MXFP4.
         config["quantization_config"] = {"quant_method": "mxfp4"}
         if experts == "marlin":
-            options["moe_backend"] = "marlin"
+            settings["moe_backend"] = "marlin"
     if small:
         folder = write_tiny(work / "tiny", "linear", seed=3)
     else:
@@ -157,20 +165,23 @@ def rank(work: Path, impl: str, shape: str, experts: str, only_start: bool = Fal
         max_num_seqs=8 if small else 128,
         max_num_batched_tokens=256 if small else 8192,
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.6,
+        gpu_memory_utilization=0.05,  # engines that wait for their turn hold memory: the cache has a fixed size
+        kv_cache_memory_bytes=(1 if small else 12) << 30,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
-        **options,
+        **settings,
     )
     say(**who, start_s=round(time.monotonic() - began, 1))
-    if only_start:
+    if options.only_start:
         return
     llm.collective_rpc(engine_worker.randomise)
     llm.collective_rpc(engine_worker.watch)
     say(**who, **llm.collective_rpc(engine_worker.facts)[0])
-    for batch in BATCHES[:2] if small else BATCHES:
-        say(**who, decode_batch=batch, **decode_ms(llm, batch, 128))
-    for length in LENGTHS if not small else (300,):
-        say(**who, prefill=length, **prefill_ms(llm, length, 5 if length < 16384 else 3))
+    for number in options.turns.rounds(options.rounds):
+        for batch in BATCHES[:2] if small else BATCHES:
+            say(**who, round=number, decode_batch=batch, **decode_ms(llm, batch, 128, traced=number == 0))
+        for length in LENGTHS if not small else (300,):
+            repeats = 5 if length < 16384 else 3
+            say(**who, round=number, prefill=length, **prefill_ms(llm, length, repeats, traced=number == 0))
     say(**who, compiled_while_serving=llm.collective_rpc(engine_worker.compiled)[0])
     del llm
 
@@ -206,6 +217,8 @@ def main() -> int:
     parser.add_argument("--shape", default="tp16", choices=("tp16", "tp8", "tiny"), help="whose share of the model")
     parser.add_argument("--impl", default="ours", choices=("ours", "upstream"), help="whose model is timed")
     parser.add_argument("--experts", default="auto", choices=("auto", "marlin"), help="of the upstream model")
+    parser.add_argument("--rounds", type=int, default=1, help="times that every row is measured")
+    parser.add_argument("--turns", help="FOLDER:INDEX:COUNT, engines that share this GPU (engine_turns.py)")
     parser.add_argument("--startup", action="store_true", help="only start it, in a process of its own")
     parser.add_argument("--only-start", action="store_true", help="(internal) that process")
     options = parser.parse_args()
@@ -221,8 +234,12 @@ def main() -> int:
     if options.only_start:
         os.environ.pop("OUT", None)  # the parent writes the row
     gpu_smoke.prepare()
-    parts = {"rank": lambda work: rank(work, options.impl, options.shape, experts, options.only_start)}
-    return gpu_smoke.guarded(parts, ["rank"])
+    folder, index, count = options.turns.rsplit(":", 2) if options.turns else (tempfile.mkdtemp(), "0", "1")
+    options.turns = Turns(Path(folder), int(index), int(count))
+    try:
+        return gpu_smoke.guarded({"rank": lambda work: rank(work, options, experts)}, ["rank"])
+    finally:
+        options.turns.close()
 
 
 if __name__ == "__main__":
