@@ -35,6 +35,7 @@ from k3_nvidia.tuning.experts import Plan
 
 Tile = tuple[int, ...]
 WORKERS = 28
+SECOND_LIST = 10.0  # us that a gain must exceed before the two products get lists of their own
 TOKENS = (1, 8, 32, 128, 1024, 8192)
 # Table rows that a measured token count fills, as the upper end of its expected pairs an expert.
 UPPER = {1: 0.05, 8: 0.3, 32: 1.1, 128: 4.0, 1024: 28.0, 8192: 1e9}
@@ -281,8 +282,16 @@ def measure(shape: case.Shape, tokens: int, sets: list[Any], bandwidth: float) -
             best[product, n] = (us, tile, narrow)
     sums = {n: best["w13", n][0] + best["w2", n][0] for p, n in best if p == "w13" and ("w2", n) in best}
     n = min(sums, key=lambda k: sums[k])
-    (_, w13, _), (_, w2, narrow) = best["w13", n], best["w2", n]
-    row["plan"] = whole(bench, plan_of(n, w13, w2, narrow, tokens), row, repeat).__dict__
+    n13, n2 = (
+        min((k for p, k in best if p == product), key=lambda k: best[product, k][0]) for product in ("w13", "w2")
+    )
+    if tokens <= 128 or best["w13", n13][0] + best["w2", n2][0] + SECOND_LIST > sums[n]:
+        n13 = n2 = n
+    (_, w13, _), (_, w2, narrow) = best["w13", n13], best["w2", n2]
+    plan = plan_of(n13, w13, w2, narrow, tokens)
+    if n2 != n13:
+        plan = replace(plan, block_n2=n2[0], extra_n2=n2[1])
+    row["plan"] = whole(bench, plan, row, repeat).__dict__
     row["best_us"] = {"-".join(map(str, k)): v for k, v in sums.items()}
     weight_us = sum(touched) / len(touched) * shape.bytes_per_expert / bandwidth * 1e6
     row["floor_w13"], row["floor_w2"] = weight_us * 2 / 3, weight_us / 3

@@ -109,6 +109,7 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
                 )
             else:
                 kernel, tile = experts_gemm.w2_wide_kernel, {"MT": p.wide_mt, "KT": p.kt2}
+            common |= dict(zip(("BN", "BX"), p.down_n, strict=True))
             out.append((f"w2 {width} plan{i}", kernel, {**common, **tile}, p.warps2, p.stages2, {}))
     for width, (k1, k2) in ((192, (2, 1)), (384, (4, 2))):
         p = tuning.plans("default", width)[0]
@@ -137,7 +138,7 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
     out.append(("list few", moe_worklist.few_kernel, {"PAIRS": 64, "HAS_MAP": True, "PDL": True}, 4, 3, {}))
     out.append(("mark", moe_worklist.mark_kernel, {"TK": 16, "EB": 1024, "HAS_MAP": False, "ROWS": 16}, 4, 3, {}))
     out.append(("count", moe_worklist.count_kernel, {"EB": 1024, "EC": 16, "WC": 32, "BN": 128}, 4, 3, {}))
-    out.append(("place", moe_worklist.place_kernel, {"EB": 1024, "HAS_MAP": False, "CHUNK": 1024}, 4, 3, {}))
+    out.append(("place", moe_worklist.place_kernel, {"EB": 1024, "HAS_MAP": False, "CHUNK": 1024, "BN2": 96}, 4, 3, {}))
     out.append(("combine", moe_combine.combine_kernel,
                 {"TK": 16, "BLOCK": 1024, "HAS_MAP": False, "PDL": True}, 4, 3, {}))  # fmt: skip
     out.append(("situ", situ.situ_kernel, {"ACT": 1, "BR": 16, "BC": 128, "INTERPRET": False, "PDL": True}, 4, 3, {}))

@@ -128,14 +128,21 @@ def check_list(
     flat = ids.flatten().long().cpu()
     if emap is not None:
         flat = torch.where(flat >= 0, emap.cpu()[flat.clamp(min=0)].long(), -1)
-    work, order = [], []
-    for e in range(num):
-        pairs = (flat == e).nonzero().flatten().tolist()
-        work += [[e, len(order) + j, min(block, len(pairs) - j), 0] for j in range(0, len(pairs), block)]
-        order += pairs
-    count = int(lst.number[0])
-    assert count == len(work) <= lst.max_items
-    assert lst.work[: 4 * count].view(-1, 4).tolist() == work
+    order = [pair for e in range(num) for pair in (flat == e).nonzero().flatten().tolist()]
+    assert lst.block_n == block
+    for b, number, items, most in (
+        (block, lst.number, lst.work, lst.max_items),
+        (lst.block_n2, lst.number2, lst.work2, lst.max_items2),
+    ):
+        start = 0
+        work = []
+        for e in range(num):
+            many = int((flat == e).sum())
+            work += [[e, start + j, min(b, many - j), 0] for j in range(0, many, b)]
+            start += many
+        count = int(number[0])
+        assert count == len(work) <= most
+        assert items[: 4 * count].view(-1, 4).tolist() == work
     assert lst.sorted[: len(order)].tolist() == order
 
 
@@ -150,6 +157,9 @@ def test_work_list(tokens: int, num: int, top_k: int, block: int) -> None:
     emap[num // 3 :] = torch.arange(num - num // 3, dtype=torch.int32, device=DEVICE)
     ids[0, 0] = -1
     check_list(moe_worklist.build(ids, num - num // 3, block, emap), ids, num - num // 3, block, emap)
+    second = moe_worklist.build(ids, num, block, block_n2=3 * block)
+    assert second.block_n2 == (3 * block if tokens > moe_worklist.ONE_LAUNCH_TOKENS else block)
+    check_list(second, ids, num, block)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 37, 130])
@@ -313,7 +323,8 @@ def check_counted(plan: Plan, counts: tuple[int, ...], width: int, latent: int, 
 def test_every_width_of_a_product(bn: int, bx: int, rows2: int) -> None:
     """Items of every size under tiles of every width, in the interpreter too."""
     counts = COUNTS if DEVICE == "cuda" else tuple(c for c in (1, 9, 17, 33, 0, 65, 128, 161) if c <= 2 * (bn + bx))
-    check_counted(Plan(bn, 4, 1, 4, 2, 4, 1, 4, 2, rows2, 64, False, bx), counts, 64, 64)
+    plan = Plan(bn, 4, 1, 4, 2, 4, 1, 4, 2, rows2, 64, False, bx)
+    check_counted(plan if bn < 128 else replace(plan, block_n2=64, extra_n2=32 - bx), counts, 64, 64)
 
 
 @gpu

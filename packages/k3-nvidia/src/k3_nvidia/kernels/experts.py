@@ -177,24 +177,25 @@ def run_w2(y: torch.Tensor, weights: SwizzledExperts, lst: Worklist, plan: Plan)
     pdl = plan.pdl and not interpreting()
     options = {"launch_pdl": True} if pdl else {}
     scales = weights.s2.view(torch.int32)
-    common = (y, weights.w2, scales, d, lst.sorted, lst.work, lst.number)
+    common = (y, weights.w2, scales, d, lst.sorted, lst.work2, lst.number2)
+    bn, bx = plan.down_n if lst.block_n2 == sum(plan.down_n) else (plan.block_n, plan.extra_n)
     strides = (y.stride(0), weights.w2.stride(0), scales.stride(0), d.stride(0))
     high = 1 << (kb.bit_length() - 1)
     rest = kb - high
     if kb <= NARROW_BLOCKS and rest & (rest - 1) == 0 and plan.rows2 > 0:
         per_group = max(1, plan.rows2 * plan.mt2 // mt)
         groups = triton.cdiv(mb // mt, per_group)
-        w2_kernel[(lst.max_items * groups,)](
+        w2_kernel[(lst.max_items2 * groups,)](
             *common, *strides, groups, per_group, mb, latent,
-            K1=high, K2=max(rest, 1), HAS2=rest > 0, MT=mt, BN=plan.block_n, BX=plan.extra_n,
+            K1=high, K2=max(rest, 1), HAS2=rest > 0, MT=mt, BN=bn, BX=bx,
             WIDE=weights.wide_scales, PDL=pdl, STAGES=plan.stages2, INTERPRET=interpreting(),
             num_warps=plan.warps2, num_stages=plan.stages2, **options,
         )  # fmt: skip
         return d
     mt, kt = _largest_divisor(mb, plan.wide_mt), _largest_divisor(kb, plan.kt2)
-    w2_wide_kernel[(lst.max_items * (mb // mt),)](
+    w2_wide_kernel[(lst.max_items2 * (mb // mt),)](
         *common, *strides, mb, kb, latent,
-        MT=mt, KT=kt, BN=plan.block_n, BX=plan.extra_n, WIDE=weights.wide_scales, PDL=pdl,
+        MT=mt, KT=kt, BN=bn, BX=bx, WIDE=weights.wide_scales, PDL=pdl,
         WGMMA=_wgmma(y.device), INTERPRET=interpreting(), num_warps=plan.warps2, num_stages=plan.stages2, **options,
     )  # fmt: skip
     return d
@@ -240,7 +241,7 @@ def experts(
         return out
     total = weights.num_experts if expert_map is None else expert_map.numel()
     plan = plan or _plan(tokens, top_k, total, weights)
-    lst = moe_worklist.build(topk_ids, weights.num_experts, plan.item_n, expert_map, plan.pdl)
+    lst = moe_worklist.build(topk_ids, weights.num_experts, plan.item_n, expert_map, plan.pdl, sum(plan.down_n))
     return _products(x, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out)
 
 
@@ -293,7 +294,7 @@ def moe_forward(
     plan = plan or _plan(tokens, top_k, router_weight.shape[0], weights)
     topk_weights, topk_ids, lst = router.route_and_list(
         hidden, router_weight, router_bias, top_k, weights.num_experts, plan.item_n, renormalize=renormalize,
-        factor=routed_scaling_factor, expert_map=expert_map, pdl=plan.pdl,
+        factor=routed_scaling_factor, expert_map=expert_map, pdl=plan.pdl, block_n2=sum(plan.down_n),
     )  # fmt: skip
     _check(latent, weights, topk_ids)
     return _products(latent, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out)

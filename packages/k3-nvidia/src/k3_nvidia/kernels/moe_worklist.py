@@ -12,6 +12,7 @@ Buffers (int32, one allocation, see ``Worklist``):
     offset  [EB]          first sorted position of each expert
     work    [items, 4]    expert, first position, count, 0; ascending experts; at most BN pairs an item
     sorted  [T * top_k]   pair numbers (token * top_k + slot), by expert, then token
+    number2, work2        the items of the down product, where it takes others than gate/up (more than 128 tokens)
 
 One token (``few``) needs neither mask nor offset: its pairs are compared with each other.
 """
@@ -53,12 +54,18 @@ def mark(mask_ptr, local, token, valid, EB: tl.constexpr):
 @triton.jit
 def build_list(count, work_ptr, number_ptr, offset_ptr, EB: tl.constexpr, BN: tl.constexpr):
     """Offsets, number of items and items from the counts [EB] of all local experts (one program)."""
+    tl.store(offset_ptr + tl.arange(0, EB), tl.cumsum(count, 0) - count)
+    build_items(count, work_ptr, number_ptr, EB, BN)
+
+
+@triton.jit
+def build_items(count, work_ptr, number_ptr, EB: tl.constexpr, BN: tl.constexpr):
+    """``build_list`` without the offsets."""
     expert = tl.arange(0, EB)
     first = tl.cumsum(count, 0) - count
     items = (count + BN - 1) // BN
     item = tl.cumsum(items, 0) - items
     tl.store(number_ptr, tl.sum(items, 0))
-    tl.store(offset_ptr + expert, first)
     for j in range(0, tl.max(items, 0)):
         there = j < items
         out = work_ptr + (item + j) * 4
@@ -222,10 +229,13 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def place_kernel(
-    ids_ptr, map_ptr, mask_ptr, prefix_ptr, offset_ptr, sorted_ptr, pairs, top_k, num_local,
-    EB: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
+    ids_ptr, map_ptr, mask_ptr, prefix_ptr, count_ptr, offset_ptr, sorted_ptr, work2_ptr, number2_ptr,
+    pairs, top_k, num_local,
+    EB: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BN2: tl.constexpr,
 ):  # fmt: skip
-    """Sorted position of CHUNK pairs a program."""
+    """Sorted position of CHUNK pairs a program; with BN2 program 0 also builds the down product's items."""
+    if (BN2 > 0) & (tl.program_id(0) == 0):
+        build_items(tl.load(count_ptr + tl.arange(0, EB)), work2_ptr, number2_ptr, EB, BN2)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     inside = pair < pairs
     ids = tl.load(ids_ptr + pair, mask=inside, other=-1)
@@ -250,6 +260,10 @@ class Worklist:
     offset: torch.Tensor
     mask: torch.Tensor
     ticket: torch.Tensor
+    work2: torch.Tensor  # items of the down product: the same, or a list of their own
+    number2: torch.Tensor
+    max_items2: int
+    block_n2: int
 
 
 def max_items(tokens: int, top_k: int, num_local: int, block_n: int) -> int:
@@ -267,17 +281,25 @@ def few(tokens: int, padded_top_k: int) -> int:
     return padded_top_k if tokens == 1 and padded_top_k <= FEW_PAIRS else 0
 
 
-def allocate(tokens: int, top_k: int, num_local: int, block_n: int, device: torch.device) -> Worklist:
+def allocate(
+    tokens: int, top_k: int, num_local: int, block_n: int, device: torch.device, block_n2: int = 0
+) -> Worklist:
     """Buffers for ``tokens`` tokens; nothing is initialised (the kernels do it, or ``build`` for long batches)."""
     eb = max(16, triton.next_power_of_2(num_local))
     words = triton.cdiv(max(tokens, 1), 32)
     items = max_items(tokens, top_k, num_local, block_n)
+    block_n2 = block_n2 if block_n2 and tokens > ONE_LAUNCH_TOKENS else block_n
+    items2 = max_items(tokens, top_k, num_local, block_n2)
     pairs = max(1, tokens * top_k)
+    own = block_n2 != block_n
     # The down product of one token reads the entries of 16 items at once (``experts_one``).
-    sizes = (words * eb, 16, 16, eb, max(items, 16) * 4, pairs)  # 16: keeps every part on 64 bytes
-    sizes = tuple(triton.cdiv(s, 16) * 16 for s in sizes)
-    mask, ticket, number, offset, work, order = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    return Worklist(order, work, number, items, block_n, offset, mask, ticket)
+    sizes = (words * eb, 16, 16, eb, max(items, 16) * 4, pairs, 16 * own, items2 * 4 * own)
+    sizes = tuple(triton.cdiv(s, 16) * 16 for s in sizes)  # 16: keeps every part on 64 bytes
+    mask, ticket, number, offset, work, order, number2, work2 = torch.empty(
+        sum(sizes), dtype=torch.int32, device=device
+    ).split(sizes)
+    second = (work2, number2) if own else (work, number)
+    return Worklist(order, work, number, items, block_n, offset, mask, ticket, *second, items2, block_n2)
 
 
 def build(
@@ -286,14 +308,15 @@ def build(
     block_n: int,
     expert_map: torch.Tensor | None = None,
     pdl: bool = False,
+    block_n2: int = 0,
 ) -> Worklist:
     """Work list of given ids: int32 [T, top_k] contiguous, global (with ``expert_map`` [A] int32) or local; < 0: none.
 
-    One launch up to 128 tokens, a memset and three beyond. Ids of a row are distinct (the operator ``route`` promises
-    it).
+    One launch up to 128 tokens, a memset and three beyond, where the down product may have items of ``block_n2`` tokens.
+    Ids of a row are distinct (the operator ``route`` promises it).
     """
     tokens, top_k = topk_ids.shape
-    lst = allocate(tokens, top_k, num_local, block_n, topk_ids.device)
+    lst = allocate(tokens, top_k, num_local, block_n, topk_ids.device, block_n2)
     eb = lst.offset.numel()
     has_map = expert_map is not None
     emap = topk_ids if expert_map is None else expert_map
@@ -349,6 +372,7 @@ def finish_long(
     )  # fmt: skip
     pairs = tokens * top_k
     place_kernel[(triton.cdiv(pairs, 1024),)](
-        topk_ids, emap, lst.mask, prefix, lst.offset, lst.sorted, pairs, top_k, num_local,
-        EB=eb, HAS_MAP=has_map, CHUNK=1024,
+        topk_ids, emap, lst.mask, prefix, count, lst.offset, lst.sorted, lst.work2, lst.number2,
+        pairs, top_k, num_local,
+        EB=eb, HAS_MAP=has_map, CHUNK=1024, BN2=lst.block_n2 if lst.block_n2 != lst.block_n else 0,
     )  # fmt: skip

@@ -304,6 +304,7 @@ def route_and_list(
     factor: float = 1.0,
     expert_map: torch.Tensor | None = None,
     pdl: bool = False,
+    block_n2: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, Worklist]:
     """Router product, choice and work list: two launches up to 128 tokens. Returns (topk_weights, topk_ids, list).
 
@@ -311,7 +312,7 @@ def route_and_list(
     ``experts``.
     """
     tokens = x.shape[0]
-    lst = allocate(tokens, top_k, num_local, block_n, x.device)
+    lst = allocate(tokens, top_k, num_local, block_n, x.device, block_n2)
     eb = lst.offset.numel()
     if tokens <= ONE_LAUNCH_TOKENS:
         mode = 3 if few(tokens, triton.next_power_of_2(top_k)) else 2

@@ -17,12 +17,12 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Plan:
     """Tiles of one expert call. block_n: tokens a tile, plus up to extra_n (0, or 32 and more) in a second accumulator;
-    w13: row
-    blocks (16 rows each), column blocks (64 each), warps, stages;
-    w2: row blocks, warps, stages and row tiles a program (narrow kernel), or wide_mt row blocks and kt2 column
-    blocks; one13, one2: row blocks of the kernels for one token (0: the general ones), the former's stages and the
-    latter's row tiles a program; next_quarters: how much of the down weights gate/up asks into the L2; regs13: most
-    registers a thread of gate/up (0: any)."""
+    w13: row blocks (16 rows each), column blocks (64 each), warps, stages;
+    w2: row blocks, warps, stages and row tiles a program (narrow kernel), or wide_mt row blocks and kt2 column blocks;
+    one13, one2: row blocks of the kernels for one token (0: the general ones), the former's stages, the latter's row
+    tiles a program;
+    next_quarters: how much of the down weights gate/up asks into the L2; regs13: most registers a thread of gate/up (0:
+    any); block_n2, extra_n2: tokens a tile of the down product above 128 tokens (0: as gate/up)."""
 
     block_n: int
     mt13: int
@@ -44,11 +44,18 @@ class Plan:
     one_rows: int = 2
     next_quarters: int = 0
     regs13: int = 0
+    block_n2: int = 0
+    extra_n2: int = 0
 
     @property
     def item_n(self) -> int:
         """Most tokens of one work item."""
         return self.block_n + self.extra_n
+
+    @property
+    def down_n(self) -> tuple[int, int]:
+        """Tokens a tile of the down product, and in its second accumulator, for more than 128 tokens."""
+        return (self.block_n2, self.extra_n2) if self.block_n2 else (self.block_n, self.extra_n)
 
 
 @dataclass(frozen=True)
