@@ -121,3 +121,27 @@ def test_without_docker_the_flag_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(hardware.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="neither docker nor podman"):
         hardware.run_in_image("nvidia")
+
+
+@pytest.mark.parametrize(
+    ("seen", "words", "fails"),
+    [
+        (("", ""), ["--hardware-only"], False),
+        (("", ""), ["--hardware-only", "--require-gpu"], True),
+        (("k3-amd", "MI300X"), ["--hardware-only", "--require-gpu"], True),  # another vendor's GPU is none of ours
+        (("k3-nvidia", "H200"), ["--hardware-only", "--require-gpu"], False),
+    ],
+)
+def test_a_required_gpu_that_is_missing_fails_the_lane(
+    seen: tuple[str, str], words: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nox", ModuleType("nox"))
+    lanes = tool("lanes")
+    said: list[str] = []
+    session = type("Session", (), {"posargs": words, "error": said.append, "log": print})()
+    monkeypatch.setattr(lanes, "_gpu", lambda: seen)
+    monkeypatch.setattr(lanes.hardware, "overlay", lambda *_: "python")
+    monkeypatch.setattr(lanes.Runs, "pytest", lambda *_: None)
+    lanes.vendor(session, "k3-nvidia")
+    assert bool(said) is fails
+    assert all("GPU required (--require-gpu)" in word for word in said)

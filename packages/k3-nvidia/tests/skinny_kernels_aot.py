@@ -1,5 +1,6 @@
-"""Ahead-of-time compilation of the low-latency kernels for sm_90a: a script, because Triton decides at import whether
-it interprets. ``python skinny_kernels_aot.py triton|cute|cluster`` prints one JSON line a variant; cluster: AttnRes.
+"""Ahead-of-time compilation of the low-latency kernels: a script, because Triton decides at import whether it
+interprets. ``python skinny_kernels_aot.py triton|cute|cluster [90|100|120]`` prints one JSON line a variant; cluster:
+AttnRes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def disassemble(cubin: Path) -> dict[str, Any]:
     return {"registers": int(used[1]), "stack": int(used[2]), **found}
 
 
-def triton_rows() -> None:
+def triton_rows(arch: int) -> None:
     """Every variant of ``TRITON``."""
     from k3_core.testing.triton_aot import compile_kernel
     from k3_nvidia.kernels import skinny_gemm
@@ -59,7 +60,7 @@ def triton_rows() -> None:
             constants |= {"EVEN_K": True, "INTERPRET": False}
         kernel = skinny_gemm.vector_kernel if kind == "vector" else skinny_gemm.dot_kernel
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
-        binary = compile_kernel(kernel, constants, options, ("cuda", 90, 32), types, ("N", "K"))
+        binary = compile_kernel(kernel, constants, options, ("cuda", arch, 32), types, ("N", "K"))
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernel.cubin"
             cubin.write_bytes(binary.asm["cubin"])
@@ -67,7 +68,7 @@ def triton_rows() -> None:
         print(json.dumps({"name": name, "warps": warps, "shared": int(binary.metadata.shared), **facts}), flush=True)
 
 
-def cute_rows() -> None:
+def cute_rows(arch: int) -> None:
     """Every variant of ``CUTE``, with and without residual, both dtypes."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CUTE_DSL_DUMP_DIR"] = folder
@@ -78,13 +79,13 @@ def cute_rows() -> None:
             for file in Path(folder).iterdir():
                 file.unlink()
             bf16 = number % 2 == 0
-            skinny_cute_kernel.build(Config(*config), columns, bf16, bf16, "sm_90a")
+            skinny_cute_kernel.build(Config(*config), columns, bf16, bf16, f"sm_{arch}a")
             (cubin,) = Path(folder).glob("*.cubin")
             name = f"{Config(*config).name} {columns}"
             print(json.dumps({"name": name, "warps": config[2], **disassemble(cubin)}), flush=True)
 
 
-def cluster_rows() -> None:
+def cluster_rows(arch: int) -> None:
     """AttnRes over clusters at the released width: the largest row bound on every cluster, the smallest on one."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CUTE_DSL_DUMP_DIR"] = folder
@@ -94,11 +95,13 @@ def cluster_rows() -> None:
             for file in Path(folder).iterdir():
                 file.unlink()
             threads, lanes, resident = attn_res_cluster.geometry(7168, cluster)
-            attn_res_cluster_kernel.build(cluster, rows, 7168, threads, lanes, resident, True, True, "sm_90a")
+            attn_res_cluster_kernel.build(cluster, rows, 7168, threads, lanes, resident, True, True, f"sm_{arch}a")
             (cubin,) = Path(folder).glob("*.cubin")
             facts = disassemble(cubin)
             print(json.dumps({"name": f"{cluster} {rows}", "threads": threads * resident, **facts}), flush=True)
 
 
 if __name__ == "__main__":
-    {"triton": triton_rows, "cute": cute_rows, "cluster": cluster_rows}[sys.argv[1]]()
+    {"triton": triton_rows, "cute": cute_rows, "cluster": cluster_rows}[sys.argv[1]](
+        int(sys.argv[2]) if len(sys.argv) > 2 else 90
+    )

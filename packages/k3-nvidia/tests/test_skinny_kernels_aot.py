@@ -14,13 +14,17 @@ import pytest
 SCRIPT = Path(__file__).with_name("skinny_kernels_aot.py")
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED_PER_MULTIPROCESSOR = 227 * 1024
+#: The device that was measured, and those whose compiler is all that is here.
+ARCHITECTURES = (90, 100, 120)
 
 
-def compiled(which: str) -> dict[str, dict[str, int]]:
+def compiled(which: str, arch: int) -> dict[str, dict[str, int]]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, str(SCRIPT), which], capture_output=True, text=True, env=env, check=False)
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), which, str(arch)], capture_output=True, text=True, env=env, check=False
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert rows
@@ -32,8 +36,9 @@ def warps_that_fit(row: dict[str, int]) -> int:
 
 
 @pytest.mark.slow
-def test_triton_budgets() -> None:
-    for name, row in compiled("triton").items():
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_triton_budgets(arch: int) -> None:
+    for name, row in compiled("triton", arch).items():
         assert row["stack"] == 0, f"{name}: {row}"
         assert row["spills"] == 0, f"{name}: {row}"
         assert row["wait"] == 1, f"{name} waits once for the kernel before: {row}"
@@ -46,14 +51,17 @@ def test_triton_budgets() -> None:
             assert row["tensor_core"] >= 4, f"{name}: {row}"
             assert row["copies"] >= 16, f"{name}: {row}"
             assert row["narrow_copies"] == 0, f"{name} copies less than 16 bytes a lane: {row}"
-            assert row["shared"] <= SHARED_PER_MULTIPROCESSOR // 2 - 1024, f"two programs must fit: {row}"
+            # sm_120 has 100 KB: one program fits
+            room = SHARED_PER_MULTIPROCESSOR // 2 - 1024 if arch != 120 else 99 * 1024
+            assert row["shared"] <= room, f"two programs must fit: {row}"
 
 
 @pytest.mark.slow
-def test_cute_budgets() -> None:
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_cute_budgets(arch: int) -> None:
     if importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("cuda") is None:
         pytest.skip("nvidia-cutlass-dsl is not installed")
-    for name, row in compiled("cute").items():
+    for name, row in compiled("cute", arch).items():
         assert row["stack"] == 0, f"{name}: {row}"
         assert row["spills"] == 0, f"{name}: {row}"
         assert row["tensor_core"] >= 4, f"{name}: {row}"
@@ -64,10 +72,11 @@ def test_cute_budgets() -> None:
 
 
 @pytest.mark.slow
-def test_cluster_budgets() -> None:
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_cluster_budgets(arch: int) -> None:
     if importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("cuda") is None:
         pytest.skip("nvidia-cutlass-dsl is not installed")
-    for name, row in compiled("cluster").items():
+    for name, row in compiled("cluster", arch).items():
         assert row["stack"] == 0, f"{name}: {row}"
         assert row["spills"] == 0, f"{name}: {row}"
         assert row["wait"] == 1, f"{name}: {row}"
