@@ -22,8 +22,8 @@ from k3_nvidia.tuning import kda as tuning
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16 = {"q_ptr", "k_ptr", "v_ptr", "z_ptr", "qkv_ptr", "gate_ptr", "out_ptr", "w_ptr", "ut_ptr", "qg_ptr", "kg_ptr",
-        "a_ptr", "hi_ptr", "lo_ptr", "x_ptr", "conv_ptr", "raw_ptr", "mixed_ptr"}  # fmt: skip
-INT32 = {"chunk_ptr", "segment_ptr", "order_ptr", "scan_ptr", "slot_ptr", "accepted_ptr", "cu_ptr"}
+        "a_ptr", "hi_ptr", "lo_ptr", "x_ptr", "conv_ptr", "raw_ptr", "saved_ptr"}  # fmt: skip
+INT32 = {"chunk_ptr", "segment_ptr", "order_ptr", "scan_ptr", "slot_ptr", "accepted_ptr", "cu_ptr", "flag_ptr"}
 DIM = 128
 #: Keys of the tuning table that neither a kernel nor Triton knows.
 NOT_OPTIONS = {
@@ -66,14 +66,15 @@ def variants(arch: int) -> list[tuple[str, Any, dict[str, Any]]]:
     gate = {"BOUNDED": True, "SPLIT": True, "D": DIM}
     plain = {"D": DIM, "UPCAST": False}
     step = {"BOUNDED": True, "H": 12, "D": DIM, "channel_stride": 1}
+    flash = {"D": DIM, "BR": kda_flash.BR, "REACH": kda_flash.REACH, "num_warps": 4}
     found = [
         ("prepare", kda_chunk.kda_prepare_kernel, gate | tuning.launch("prepare")),
         ("chunk", kda_chunk.kda_chunk_kernel, gate | {"UPCAST": False} | tuning.launch("chunk")),
         ("local", kda_segment.kda_local_kernel, plain | tuning.launch("local", **fit)),
         ("scan", kda_segment.kda_scan_kernel, plain | tuning.launch("scan", **fit)),
         ("output", kda_segment.kda_output_kernel, plain | tuning.launch("output", **fit)),
-        ("before", kda_flash.flash_before_kernel, {"D": DIM, "BR": kda_flash.BR, "BT": kda_flash.BT, "num_warps": 4}),
-        ("after", kda_flash.flash_after_kernel, {"D": DIM, "BR": kda_flash.BR, "num_warps": 4}),
+        ("before", kda_flash.flash_before_kernel, flash | {"BT": kda_flash.BT}),
+        ("after", kda_flash.flash_after_kernel, flash),
         ("conv", kda_conv.short_conv_kernel, {"channel_stride": 1} | tuning.launch("conv")),
         ("norm", kda_conv.gated_norm_kernel, {"D": DIM} | tuning.launch("norm")),
     ]

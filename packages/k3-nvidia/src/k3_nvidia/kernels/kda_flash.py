@@ -141,10 +141,9 @@ def flash_before_kernel(
         count = tl.load(cu_ptr + seq + 1) - first
         lost = _hide(v_ptr, saved_ptr, flag_ptr, first, count, kept, num_heads, head, r, D, REACH)
         j = tl.arange(0, REACH)
-        beta = tl.load(
-            beta_ptr + (first + j).to(tl.int64) * beta_stride + head, mask=j < tl.minimum(count, REACH - 1), other=0.5
-        )
-        gone = tl.max((beta != beta).to(tl.int32), axis=0)
+        reached = j < tl.minimum(count, REACH - 1)
+        early = tl.load(beta_ptr + (first + j).to(tl.int64) * beta_stride + head, mask=reached, other=0.5)
+        gone = tl.max((early != early).to(tl.int32), axis=0)
         tile = head * (D * D) + r[:, None] * D + tl.arange(0, D)[None, :]
         slot = tl.load(slot_ptr + seq.to(tl.int64) * slot_stride).to(tl.int64)
         use = (slot > 0) & (tl.load(init_ptr + seq).to(tl.int32) != 0)
