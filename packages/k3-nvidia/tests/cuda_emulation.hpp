@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <map>
 #include <random>
 #include <vector>
 
@@ -29,6 +30,9 @@ struct Frag { unsigned x[4]; };
 
 struct Meeting { unsigned given[2][32][8]; int arrived = 0; long generation = 0; };
 struct Barrier { int arrived = 0; long generation = 0; };
+// An mbarrier: completed phases; of the current one, arrivals to come and bytes to come.
+struct Phases { long done = 0; int count = 0, arrivals = 0; long bytes = 0; };
+struct Copy { char *to; const void *from; int bytes; char *bar; };
 
 struct Emulator {
     std::vector<ucontext_t> fibers;
@@ -40,6 +44,8 @@ struct Emulator {
     std::vector<const long *> waits;
     std::vector<long> turns;
     Barrier barriers[16];
+    std::map<char *, Phases> phases;
+    std::vector<Copy> copies;  // asked for, not yet there
     char *shared = nullptr;
     int current = 0, threads = 0;
     std::mt19937 random{1};
@@ -66,7 +72,20 @@ struct Emulator {
         if (++b.arrived == count) { b.arrived = 0; b.generation++; }
         if (wait && b.generation == turn) await(&b.generation, turn);
     }
-    template <class Body> void run(int count, int shared_bytes, Body body) {
+    void settle(Phases &p) {
+        if (p.arrivals > 0 || p.bytes > 0) return;
+        p.arrivals = p.count;
+        p.done++;
+    }
+    void bring(size_t i) {
+        const Copy c = copies[i];
+        copies.erase(copies.begin() + i);
+        std::memcpy(c.to, c.from, c.bytes);
+        phases[c.bar].bytes -= c.bytes;
+        settle(phases[c.bar]);
+    }
+    // False where every thread waits for something that never comes.
+    template <class Body> bool run(int count, int shared_bytes, Body body) {
         threads = count;
         fibers.resize(count);
         while ((int)stacks.size() < count) stacks.push_back((char *)std::malloc(1 << 17));
@@ -77,6 +96,8 @@ struct Emulator {
         waits.assign(count, &free_to_run);
         turns.assign(count, 0);
         for (Barrier &b : barriers) b = Barrier();
+        phases.clear();
+        copies.clear();
         shared = (char *)std::aligned_alloc(1024, (shared_bytes + 1023) / 1024 * 1024);
         std::memset(shared, 0xff, shared_bytes);
         static Body *entry;
@@ -96,8 +117,9 @@ struct Emulator {
         int left = count;
         long idle = 0;
         while (left) {
+            if (!copies.empty() && random() % 256 == 0) bring(random() % copies.size());
             current = random() % count;
-            if (++idle > 100000) { std::fprintf(stderr, "the block hangs\n"); std::abort(); }
+            if (++idle > 1000000) break;
             if (done[current] || *waits[current] <= turns[current]) continue;
             idle = 0;
             threadIdx = {current, 0, 0};
@@ -105,6 +127,7 @@ struct Emulator {
             left -= done[current];
         }
         std::free(shared);
+        return left == 0;
     }
 };
 Emulator emulator;
@@ -136,6 +159,7 @@ inline void copy16(char *shared, int at, const void *p, bool inside) {
     std::memcpy(shared + at, &y, 16);
 }
 inline void copies_done() {}
+inline void prefetch(const void *) {}
 inline float exchange(float x, int source) { return as_float(emulator.meet({as_word(x)})[source][0]); }
 inline int self() { return emulator.current % 32; }
 inline float shift_rows(float x, int lanes) { int s = self() - lanes; return exchange(x, s < 0 ? self() : s); }
@@ -186,3 +210,62 @@ inline Frag load_transposed(const char *shared, int at) {
     }
     return y;
 }
+
+// Bulk copies, mbarriers, and products of a warpgroup with their right operand in shared memory.
+typedef unsigned long long u64_;
+inline int uniform(int x) { return (int)emulator.meet({(unsigned)x})[0][0]; }
+inline unsigned address(const char *shared) { return (unsigned)(shared - emulator.shared); }
+inline char *aligned(char *shared) { return shared; }
+inline void barrier_make(char *bar, int count) {
+    emulator.phases[bar] = Phases();
+    emulator.phases[bar].count = emulator.phases[bar].arrivals = count;
+}
+inline void barriers_made() {}
+inline void barrier_expect(char *bar, int bytes) {
+    Phases &p = emulator.phases.at(bar);
+    p.bytes += bytes;
+    p.arrivals--;
+    emulator.settle(p);
+}
+inline void barrier_wait(char *bar, int parity) {
+    Phases &p = emulator.phases.at(bar);
+    if ((p.done & 1) == parity) emulator.await(&p.done, p.done);
+}
+inline void bulk_copy(char *to, const void *from, int bytes, char *bar) {
+    if (address(to) % 16 || (uintptr_t)from % 16 || bytes % 16) { std::fprintf(stderr, "unaligned copy\n"); std::abort(); }
+    std::memset(to, 0xff, bytes);
+    emulator.copies.push_back({to, from, bytes, bar});
+}
+inline int count_one(char *counter) { int x; std::memcpy(&x, counter, 4); int y = x + 1; std::memcpy(counter, &y, 4); return x; }
+inline void products_begin() {}
+inline void products_commit() {}
+// A warp leaves together: what its lanes read is read.
+template <int PENDING> inline void products_end() { emulator.meet({0}); }
+inline void pinned(float &) {}
+inline void pinned(unsigned &) {}
+// A descriptor's element: rows of 128 bytes, eight of them apart by `stride`, tiles of 64 columns apart by `leading`, the 16-byte
+// pieces of a row permuted by its number (address bits 4-6 ^= bits 7-9).
+inline float right(u64_ d, int k, int n, bool rows_of_k) {
+    const unsigned start = (d & 0x3fff) << 4, leading = (d >> 16 & 0x3fff) << 4, stride = (d >> 32 & 0x3fff) << 4;
+    const int row = rows_of_k ? k : n, col = rows_of_k ? n : k;
+    if (d >> 62 != 1) { std::fprintf(stderr, "not the 128-byte swizzle\n"); std::abort(); }
+    unsigned at = start + row % 8 * 128 + row / 8 * stride + col / 64 * leading + col % 64 * 2;
+    at ^= (at >> 7 & 7) << 4;
+    uint16_t x;
+    std::memcpy(&x, emulator.shared + at, 2);
+    return from_bf16(x);
+}
+inline void warpgroup_product(float (*c)[4], const unsigned *a, u64_ b, int tiles, bool rows_of_k) {
+    const unsigned (*all)[8] = emulator.meet({a[0], a[1], a[2], a[3]});
+    const int g = self() / 4, t = self() % 4;
+    float left[2][16];
+    for (int r = 0; r < 2; r++) for (int k = 0; k < 16; k++)
+        left[r][k] = half_of(all[g * 4 + k % 8 / 2][r + 2 * (k / 8)], k % 2, true);
+    for (int j = 0; j < tiles; j++) for (int i = 0; i < 4; i++) {
+        double sum = c[j][i];
+        for (int k = 0; k < 16; k++) sum += (double)left[i / 2][k] * right(b, k, 8 * j + 2 * t + i % 2, rows_of_k);
+        c[j][i] = (float)sum;
+    }
+}
+inline void product64(float (*c)[4], const unsigned *a, u64_ b) { warpgroup_product(c, a, b, 8, false); }
+inline void product128(float (*c)[4], const unsigned *a, u64_ b) { warpgroup_product(c, a, b, 16, true); }

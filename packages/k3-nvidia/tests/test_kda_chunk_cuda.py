@@ -1,17 +1,13 @@
-"""kda_chunk.cu without a GPU: the same source run on the CPU, a fiber a thread (cuda_emulation.hpp), against fp64.
+"""kda_chunk.cu, kda_passes.cu and kda_scan.cu without a GPU: the sources run on the CPU, fiber by fiber.
 
-Threads run in random order and shared memory starts as NaN, so a missing barrier shows. Mutants of the source must be
-caught. What the emulation cannot show: the accuracy of the special functions, and speed.
+Threads run in random order, copies arrive when they like and shared memory starts as NaN, so a missing barrier shows.
+Mutants of the sources must be caught. What the emulation cannot show: the accuracy of the special functions, and speed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
-import subprocess
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +17,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # as test_kda_kernels, whichever is imported first
 pytest.importorskip("triton")
 
+from cuda_emulated import emulated
+
 from k3_core.contracts import kda as contract
-from k3_nvidia.kernels import cuda_host, kda_chunk_cuda, kda_prefill
+from k3_nvidia.kernels import kda_chunk_cuda, kda_passes_cuda, kda_prefill
 from k3_nvidia.kernels.kda_plan import plan_prefill
 from k3_nvidia.tuning import kda as tuning
 
-HERE = Path(__file__).resolve().parent
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the device runs the kernels themselves")
 BOUND, DIM, HEADS = -5.0, 128, 2
 NAMES = ("w", "ut", "qg", "kg", "a", "gamma")
 ROUNDING = 2.0**-9
@@ -36,22 +34,6 @@ TOLERANCE = {
     "gamma": 1e-6,
 }  # fmt: skip
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def build(source: str, folder: Path) -> ctypes.CDLL:
-    """The kernel's source as a library for the CPU."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
-    (folder / "kernel.cu").write_text(source)
-    target = folder / "kernel.so"
-    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{HERE}", f'-DKERNEL="{folder / "kernel.cu"}"']
-    subprocess.run([*command, HERE / "kda_chunk_emulation.cpp", "-o", target], check=True)
-    return ctypes.CDLL(str(target))
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(cuda_host.source("kda_chunk"), tmp_path_factory.mktemp("kda"))
 
 
 def draw(tokens: int, kind: str, heads: int = HEADS) -> Inputs:
@@ -73,11 +55,6 @@ def draw(tokens: int, kind: str, heads: int = HEADS) -> Inputs:
         qkv = qkv * torch.tensor([1e4, 1e4, 1e6])[None, :, None, None]
     q, k, v = qkv.bfloat16().unbind(1)
     return q, k, v, z.bfloat16(), beta, normal(heads) * 0.3, normal(heads, DIM) * 0.5
-
-
-def emulate(library: ctypes.CDLL, inputs: Inputs, chunks: Tensor, outputs: tuple[Tensor, ...], seed: int) -> None:
-    arguments = kda_chunk_cuda.arguments(*inputs, BOUND, chunks, *outputs)
-    library.kda_chunk_emulated(ctypes.byref(arguments), inputs[0].shape[1], chunks.shape[0], seed)
 
 
 def outputs(places: int) -> tuple[Tensor, ...]:
@@ -111,12 +88,12 @@ def exact(inputs: Inputs, chunks: Tensor) -> list[Tensor]:
     return [torch.cat(x) for x in found]
 
 
-def wrong(library: ctypes.CDLL, kind: str, bounds: list[int], seed: int = 1) -> dict[str, float]:
-    """Outputs whose error norm is above their tolerance (or no number)."""
+def wrong(kind: str, bounds: list[int]) -> dict[str, float]:
+    """Outputs of the chunk kernel whose error norm is above their tolerance (or no number)."""
     inputs = draw(bounds[-1], kind)
     chunks = plan_prefill(bounds, HEADS, "cpu").chunks
     got = outputs(chunks.shape[0] * HEADS)
-    emulate(library, inputs, chunks, got, seed)
+    kda_chunk_cuda.chunk(*inputs, BOUND, chunks, *got, blocks=3)
     found = {}
     for name, g, w in zip(NAMES, got, exact(inputs, chunks), strict=True):
         error = ((g.double() - w).norm() / w.norm()).item()
@@ -126,69 +103,117 @@ def wrong(library: ctypes.CDLL, kind: str, bounds: list[int], seed: int = 1) -> 
 
 
 @pytest.mark.parametrize("kind", ["mixed", "bound", "long", "equal", "far"])
-def test_every_output_against_fp64(library: ctypes.CDLL, kind: str) -> None:
-    assert not wrong(library, kind, [0, 64, 64 + 37, 64 + 38])
+def test_every_output_against_fp64(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    assert not wrong(kind, [0, 64, 64 + 37, 64 + 38])
 
 
-def test_any_order_of_threads_gives_the_same_bits(library: ctypes.CDLL) -> None:
+def test_any_order_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, chunks = draw(64, "mixed"), plan_prefill([0, 64], HEADS, "cpu").chunks
     found = []
     for seed in range(4):
+        emulated(monkeypatch, seed=seed)
         found.append(outputs(HEADS))
-        emulate(library, inputs, chunks, found[-1], seed)
+        kda_chunk_cuda.chunk(*inputs, BOUND, chunks, *found[-1], blocks=3)
     for a, b in pairwise(found):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 #: (what, text of the source, what replaces it).
-MUTANTS = [
-    ("a missing barrier before the keys are read", "    sync_all();\n\n    float M[4]", "\n    float M[4]"),
+CHUNK_MUTANTS = [
+    ("a missing barrier before the keys are read", "sync_all();\n        UNROLL for (int tile",
+     "UNROLL for (int tile"),
     ("a warp that waits for nobody", "            await(4, 64);\n", ""),
     ("the diagonal in M", "here > col ? M", "here >= col ? M"),
-    ("beta of the row instead of the column", "i % 2 ? x.z : x.x", "i % 2 ? x.x : x.z"),
+    ("beta of another column", "i % 2 ? x.z : x.x", "i % 2 ? x.x : x.z"),
     ("one term of T for U", "mma_bf16(c[e], x.x, lo[b].x[e], lo[b].x[2 + e]);", ""),
-    ("the own half's factors against the first half", "half == 0 && upper", "half == 2"),
+    ("the own half's factors against the first half", "tile < 4 ? kout[s].x : kin[s].x", "kin[s].x"),
     ("rows after the end", "const bool in0 = row < rows", "const bool in0 = true"),
     ("a level of the inverse", "level <= 4", "level <= 3"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "old", "new"), MUTANTS, ids=[m[0] for m in MUTANTS])
-def test_mutants_are_caught(what: str, old: str, new: str, tmp_path: Path) -> None:
-    source = cuda_host.source("kda_chunk")
-    assert source.count(old) == 1, what
-    library = build(source.replace(old, new), tmp_path)
-    cases = [("long", [0, 64]), ("equal", [0, 64]), ("mixed", [0, 37, 100])]
-    assert any(wrong(library, kind, bounds, seed) for seed, (kind, bounds) in enumerate(cases)), what
+def edit_of(file: str, old: str, new: str):  # type: ignore[no-untyped-def]
+    def edit(name: str, source: str) -> str:
+        if name != file:
+            return source
+        assert source.count(old) == 1, old
+        return source.replace(old, new)
+
+    return edit
 
 
-def test_prefill_with_it_is_the_contract(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The passes behind it, interpreted, on what it writes."""
-    calls = []
+@pytest.mark.parametrize(("what", "old", "new"), CHUNK_MUTANTS, ids=[m[0] for m in CHUNK_MUTANTS])
+def test_mutants_of_the_chunk_kernel_are_caught(what: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, (kind, bounds) in enumerate([("long", [0, 64]), ("equal", [0, 64]), ("mixed", [0, 37, 100])]):
+        emulated(monkeypatch, edit_of("kda_chunk", old, new), seed)
+        if wrong(kind, bounds):
+            return
+    raise AssertionError(what)
 
-    def chunk(*inputs: Tensor, blocks: int) -> None:
-        calls.append(blocks)
-        *tensors, _, chunks = inputs[:9]
-        emulate(library, tuple(tensors), chunks, inputs[9:], 1)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kda_chunk_cuda, "chunk", chunk)
+def prefill_errors(
+    monkeypatch: pytest.MonkeyPatch, passes: dict[str, dict[str, int]], state_dtype: torch.dtype, cut: int
+) -> tuple[float, float]:
+    """Error norms of outputs and states of a batch against the contract in fp64."""
     monkeypatch.setattr(kda_chunk_cuda, "refusal", lambda *_: "")
+    monkeypatch.setattr(kda_passes_cuda, "refusal", lambda *_: "")
     monkeypatch.setattr(tuning, "chunk_blocks", lambda: 3)
-    bounds = [0, 150, 187]
+    monkeypatch.setattr(tuning, "passes", lambda: passes)
+    bounds = [0, 330, 331, 331 + 64]
     q, k, v, z, beta, a_log, dt_bias = draw(bounds[-1], "mixed")
-    state = torch.randn(3, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(1))
+    state = torch.randn(5, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(1)).to(state_dtype)
     start = state.clone()
-    slots, fresh = torch.tensor([2, 1], dtype=torch.int32), torch.tensor([True, False])
-    plan = plan_prefill(bounds, HEADS, "cpu", segment_chunks=1)
+    slots, fresh = torch.tensor([2, 1, 4], dtype=torch.int32), torch.tensor([True, False, True])
+    plan = plan_prefill(bounds, HEADS, "cpu", segment_chunks=cut)
     got = kda_prefill.kda_prefill(
         q, k, v, z, beta, a_log, dt_bias, BOUND, state, slots, torch.tensor(bounds), fresh, plan=plan
     )
-    assert calls == [3]
-    before = torch.stack([start[2], torch.zeros_like(start[2])]).double()
+    assert torch.equal(state[[0, 3]], start[[0, 3]])
+    before = torch.stack([start[2], torch.zeros_like(start[2]), start[4]]).double()
     wide = [x.double() for x in (q, k, v, contract.gate(z.double(), a_log, dt_bias, BOUND), beta)]
     want, after = contract.recurrent(*wide, before, bounds)
-    assert (got.double() - want).norm() / want.norm() < 1e-2
-    assert (state[[2, 1]].double() - after).norm() / after.norm() < 1e-2
+    states = (state[[2, 1, 4]].double() - after).norm() / after.norm()
+    return ((got.double() - want).norm() / want.norm()).item(), states.item()
+
+
+TRITON: dict[str, dict[str, int]] = {}
+EXPLICIT = {"local": {"groups": 2, "stages": 2}, "output": {"groups": 1, "stages": 2}}
+
+
+@pytest.mark.parametrize("cut", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("passes", [TRITON, EXPLICIT], ids=["triton", "explicit"])
+def test_prefill_is_the_contract(
+    passes: dict[str, dict[str, int]], dtype: torch.dtype, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = emulated(monkeypatch)
+    out, state = prefill_errors(monkeypatch, passes, dtype, cut)
+    cuts = ["kda_pass_cuda", "kda_scan_cuda"] if cut else []
+    assert ran == ["kda_chunk_cuda"] + ([*cuts, "kda_pass_cuda"] if passes else [])
+    assert out < 8e-3
+    assert state < 8e-3
+
+
+PASS_MUTANTS = [
+    ("chunks read before they came", "        barrier_wait(full + 8 * s, (n / STAGES) & 1);\n", ""),
+    ("a stage asked for while others read it", "== 4 * GROUPS * (n / STAGES + 1) - 1", "== 4 * GROUPS * (n / STAGES)"),
+    ("no decay of the state", "S[j][0] *= gamma.x;", ""),
+    ("the transition of two rows swapped", "!values && row == col ?", "!values && row == (col ^ 1) ?"),
+    ("a null slot's output", "segment * 4 + 3];", "segment * 4 + 3] | 2;"),
+    ("one term of the transition", "lo[i] = transpose8(", "lo[i] = 0 * transpose8("),
+    ("the scan reads what it writes", "shared + i % 2 * 8192", "shared"),
+    ("the scan starts with the first segment's transition", "args.hi + base + step + k", "args.hi + base + k"),
+    ("the initial state everywhere", "values && (OUTPUT ? !several : first);", "values;"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "old", "new"), PASS_MUTANTS, ids=[m[0] for m in PASS_MUTANTS])
+def test_mutants_of_the_passes_are_caught(what: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch, edit_of("kda_scan" if what.startswith("the scan") else "kda_passes", old, new))
+    right = (0.0037, 0.0026)  # to a tenth
+    found = prefill_errors(monkeypatch, EXPLICIT, torch.float32, 1)
+    assert any(not f < 1.2 * r for f, r in zip(found, right, strict=True)), (what, found)
 
 
 def test_it_says_what_it_cannot_take() -> None:

@@ -88,6 +88,23 @@ def compile_source(text: str, arch: str, definitions: dict[str, int]) -> bytes:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def architecture(device: int) -> str:
+    """What to compile for; on Hopper with the instructions that only it has."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major == 9 else ''}"
+
+
+@functools.cache
+def refusal() -> str:
+    """Why no kernel of this kind can be compiled here, or ""."""
+    try:
+        nvrtc()
+        _driver()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 class CudaKernel:
     """One kernel of a source file; callable as kernel(grid, arguments, device), arguments a ctypes.Structure."""
 
@@ -99,8 +116,7 @@ class CudaKernel:
     def function(self, device: int) -> ctypes.c_void_p:
         """The driver's handle on a device, made at the first call."""
         if device not in self._functions:
-            major, minor = torch.cuda.get_device_capability(device)
-            binary = compile_source(source(self.name), f"sm_{major}{minor}", self.definitions)
+            binary = compile_source(source(self.name), architecture(device), self.definitions)
             self._functions[device] = self.load(binary, device)
         return self._functions[device]
 

@@ -1,7 +1,7 @@
 """KDA prefill, `prepare` and `chunk` of kda_chunk as one kernel with explicit layouts (cuda/kda_chunk.cu).
 
 For the bounded gate at D = 128 on bfloat16 rows that 16-byte loads can read; everything else runs the Triton kernels.
-Same outputs in the same formats, no workspace between two launches.
+Same outputs in the same formats (or in those of kda_passes_cuda), no workspace between two launches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from k3_nvidia.kernels import cuda_host
 DIM = 128
 THREADS = 128
 #: Shared memory of a block, as counted at the top of the source.
-SHARED_BYTES = 73984
+SHARED_BYTES = 66816
 
 
 class Arguments(ctypes.Structure):
@@ -33,9 +33,9 @@ class Arguments(ctypes.Structure):
 
 
 @functools.cache
-def kernel(blocks: int = 3) -> cuda_host.CudaKernel:
-    """The kernel compiled for ``blocks`` blocks a multiprocessor."""
-    return cuda_host.CudaKernel("kda_chunk", "kda_chunk_cuda", THREADS, SHARED_BYTES, BLOCKS=blocks)
+def kernel(blocks: int, tiled: bool = False) -> cuda_host.CudaKernel:
+    """The kernel compiled for ``blocks`` blocks a multiprocessor; tiled: it writes what kda_passes_cuda reads."""
+    return cuda_host.CudaKernel("kda_chunk", "kda_chunk_cuda", THREADS, SHARED_BYTES, BLOCKS=blocks, TILED=int(tiled))
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, split: bool) -> str:
@@ -53,7 +53,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, split: boo
             return f"rows of {name} do not start on 16 bytes"
     if beta.dtype != torch.float32:
         return f"beta is {beta.dtype}"
-    return ""
+    return cuda_host.refusal()
 
 
 def arguments(
@@ -68,8 +68,9 @@ def arguments(
 
 def chunk(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, bound: float,
-    chunks: Tensor, w: Tensor, ut: Tensor, qg: Tensor, kg: Tensor, a: Tensor, gamma: Tensor, blocks: int = 3,
+    chunks: Tensor, w: Tensor, ut: Tensor, qg: Tensor, kg: Tensor, a: Tensor, gamma: Tensor, blocks: int,
+    tiled: bool = False,
 ) -> None:  # fmt: skip
-    """Fills w, ut, qg, kg, a, gamma (formats of kda_chunk) for the chunks of a plan."""
+    """Fills w, ut, qg, kg, a, gamma for the chunks of a plan: in the formats of kda_chunk, or (tiled) of the passes."""
     packed = arguments(q, k, v, z, beta, a_log, dt_bias, bound, chunks, w, ut, qg, kg, a, gamma)
-    kernel(blocks)((q.shape[1], chunks.shape[0], 1), packed, q.device)
+    kernel(blocks, tiled)((q.shape[1], chunks.shape[0], 1), packed, q.device)

@@ -17,7 +17,7 @@ from k3_core.errors import UnsupportedError
 from k3_core.operators import CallSpec
 from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import kda_checks as checks
-from k3_nvidia.kernels import kda_chunk_cuda, kda_flash
+from k3_nvidia.kernels import kda_chunk_cuda, kda_flash, kda_passes_cuda
 from k3_nvidia.kernels.kda_chunk import CHUNK, kda_chunk_kernel, kda_prepare_kernel
 from k3_nvidia.kernels.kda_conv import gated_norm_kernel, short_conv_kernel
 from k3_nvidia.kernels.kda_math import LOG2E, MAX_HALF_RANGE
@@ -131,40 +131,84 @@ def kda_prefill(
             has_initial_state, out,
         )  # fmt: skip
         return out
-    upcast = checks.interpreted()
     # Each [chunks, heads, 64, D] (U transposed: [.., D, 64]).
     w, ut, qg, kg = torch.empty(4, plan.num_chunks * heads, CHUNK * dim, dtype=torch.bfloat16, device=q.device).unbind(
         0
     )
     a = torch.empty(plan.num_chunks * heads, CHUNK * CHUNK, dtype=torch.bfloat16, device=q.device)
     gamma = torch.empty(plan.num_chunks * heads, dim, dtype=torch.float32, device=q.device)
-    _inside_chunks(q, k, v, z, beta, a_log, dt_bias, lower_bound, plan, (w, ut, qg, kg, a, gamma))
+    inside = (w, ut, qg, kg, a, gamma)
+    blocks = tuning.chunk_blocks()
+    explicit = blocks and not kda_chunk_cuda.refusal(q, k, v, z, beta, fits_split(lower_bound))
+    passes = tuning.passes() if explicit else {}
+    tiled = bool(passes) and not kda_passes_cuda.refusal(out, recurrent_state, slot_mapping)
+    if explicit:
+        kda_chunk_cuda.chunk(
+            q,
+            k,
+            v,
+            z,
+            beta,
+            a_log,
+            dt_bias,
+            float(lower_bound or 0.0),
+            plan.chunks,
+            *inside,
+            blocks=blocks,
+            tiled=tiled,
+        )
+    else:
+        _inside_chunks(q, k, v, z, beta, a_log, dt_bias, lower_bound, plan, inside)
+    run = _explicit_passes if tiled else _passes
+    run(inside, recurrent_state, slot_mapping, has_initial_state, plan, heads, out)
+    return out
+
+
+def _explicit_passes(
+    inside: tuple[Tensor, ...], state: Tensor, slots: Tensor, init: Tensor, plan: PrefillPlan, heads: int, out: Tensor
+) -> None:
+    """Outputs and states through kda_passes_cuda."""
+    start = hi = lo = inside[-1]  # not read unless a sequence was cut
+    if plan.order.numel():
+        start, hi, lo = _segment_matrices(plan, heads, out)
+    tensors = kda_passes_cuda.Tensors(
+        *inside, plan.chunks, plan.segments, plan.order, start, hi, lo, out, state, slots, init
+    )
+    options = tuning.passes()
+    if plan.order.numel():
+        kda_passes_cuda.local(tensors, heads, **options["local"])
+        if plan.scans.numel():
+            kda_passes_cuda.scan(tensors, plan.scans, heads)
+    kda_passes_cuda.output(tensors, heads, **options["output"])
+
+
+def _passes(
+    inside: tuple[Tensor, ...], state: Tensor, slots: Tensor, init: Tensor, plan: PrefillPlan, heads: int, out: Tensor
+) -> None:
+    """Outputs and states through the Triton kernels of kda_segment."""
+    w, ut, qg, kg, a, gamma = inside
+    dim = out.shape[2]
     start = gamma  # not read unless a sequence was cut
     if plan.order.numel():
-        start = _cross_segments(w, ut, kg, gamma, recurrent_state, slot_mapping, has_initial_state, plan, heads, dim)
-    options = tuning.launch("output", _shared(q.device))
+        start = _cross_segments(w, ut, kg, gamma, state, slots, init, plan, heads, out)
+    options = tuning.launch("output", _shared(out.device))
     options["BR"] = min(options["BR"], dim)
     _output(
         (dim // options["BR"], heads, plan.num_segments),
         w, ut, qg, kg, a, gamma, plan.chunks, plan.segments, start, out,
-        recurrent_state, slot_mapping, has_initial_state,
-        checks.row_stride(out), recurrent_state.stride(0), slot_mapping.stride(0), heads,
-        D=dim, UPCAST=upcast, **options,
+        state, slots, init,
+        checks.row_stride(out), state.stride(0), slots.stride(0), heads,
+        D=dim, UPCAST=checks.interpreted(), **options,
     )  # fmt: skip
-    return out
 
 
 def _inside_chunks(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor,
     lower_bound: float | None, plan: PrefillPlan, outputs: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
-    """Fills (w, ut, qg, kg, a, gamma) of every chunk: kda_chunk_cuda where it can and tuning says so, else Triton."""
+    """Fills (w, ut, qg, kg, a, gamma) of every chunk through the Triton kernels of kda_chunk."""
     heads, dim = q.shape[1:]
     bound, split = float(lower_bound or 0.0), fits_split(lower_bound)
-    blocks = tuning.chunk_blocks()
-    if blocks and not kda_chunk_cuda.refusal(q, k, v, z, beta, split):
-        kda_chunk_cuda.chunk(q, k, v, z, beta, a_log, dt_bias, bound, plan.chunks, *outputs, blocks=blocks)
-        return
     w, ut, qg, kg, a, gamma = outputs
     places = plan.num_chunks * heads
     scale = torch.empty(places, 2 * CHUNK, dtype=torch.float32, device=q.device)
@@ -189,37 +233,35 @@ def _inside_chunks(
     )  # fmt: skip
 
 
+def _segment_matrices(plan: PrefillPlan, heads: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty [segments, N, V, K]: start fp32, transitions in two bfloat16 terms."""
+    size = (plan.num_segments, heads, like.shape[2], like.shape[2])
+    start = torch.empty(size, dtype=torch.float32, device=like.device)
+    hi, lo = (torch.empty(size, dtype=torch.bfloat16, device=like.device) for _ in range(2))
+    return start, hi, lo
+
+
 def _cross_segments(
     w: Tensor, ut: Tensor, kg: Tensor, gamma: Tensor, recurrent_state: Tensor, slots: Tensor, init: Tensor,
-    plan: PrefillPlan, heads: int, dim: int,
+    plan: PrefillPlan, heads: int, out: Tensor,
 ) -> Tensor:  # fmt: skip
     """Start states of all segments of cut sequences, fp32 [segments, N, V, K]."""
-    upcast = checks.interpreted()
-    size = (plan.num_segments, heads, dim, dim)
-    start = torch.empty(size, dtype=torch.float32, device=w.device)
-    hi = torch.empty(size, dtype=torch.bfloat16, device=w.device)
-    lo = torch.empty(size, dtype=torch.bfloat16, device=w.device)
+    dim = out.shape[2]
+    start, hi, lo = _segment_matrices(plan, heads, out)
     options = tuning.launch("local", _shared(w.device))
     options["BR"] = min(options["BR"], dim)
     _local(
         (2 * dim // options["BR"], heads, plan.order.numel()),
         w, ut, kg, gamma, plan.segments, plan.order, start, hi, lo,
         recurrent_state, slots, init, recurrent_state.stride(0), slots.stride(0), heads,
-        D=dim, UPCAST=upcast, **options,
+        D=dim, UPCAST=checks.interpreted(), **options,
     )  # fmt: skip
     if plan.scans.numel():
         options = tuning.launch("scan", _shared(w.device))
         _scan(
             (dim // options["BR"], heads, plan.scans.shape[0]),
-            start,
-            hi,
-            lo,
-            plan.scans,
-            heads,
-            D=dim,
-            UPCAST=upcast,
-            **options,
-        )
+            start, hi, lo, plan.scans, heads, D=dim, UPCAST=checks.interpreted(), **options,
+        )  # fmt: skip
     return start
 
 

@@ -85,6 +85,12 @@ def chunk_blocks() -> int:
     return int(table().get("chunk_cuda", {}).get("blocks", 0))
 
 
+def passes() -> dict[str, Any]:
+    """Groups and stages of kda_passes_cuda, an entry a kernel; empty: the Triton passes."""
+    found: dict[str, Any] = table().get("passes_cuda", {})
+    return {name: found[name] for name in ("local", "output")} if found else {}
+
+
 @cache
 def shared_limit(device: int) -> int:
     """Bytes of shared memory a block may have on a CUDA device."""
@@ -112,12 +118,19 @@ def step_rows(heads: int, most: int) -> list[int]:
 def segment_length(chunks: Sequence[int], heads: int, dim: int, multiprocessors: int | None = None) -> int:
     """Chunks a segment that the shared cost model likes best with the figures of kda.json; 0 means uncut."""
     data = table()
+    explicit = data.get("passes_cuda") if dim == 128 else None
+    if explicit:
+        rows = {name: {"local": 4, "output": 2}[name] // explicit[name]["groups"] for name in ("local", "output")}
+    else:
+        rows = {name: max(dim // data[name]["BR"], 1) for name in ("local", "output")}
+        rows["local"] *= 2
+    measured = explicit or data
     costs = Costs(
         units=multiprocessors or data["multiprocessors"],
-        **data["cost_us"],
-        rows_local=2 * max(dim // data["local"]["BR"], 1),
-        rows_output=max(dim // data["output"]["BR"], 1),
-        concurrent_local=data["concurrent"]["local"],
-        concurrent_output=data["concurrent"]["output"],
+        **measured["cost_us"],
+        rows_local=rows["local"],
+        rows_output=rows["output"],
+        concurrent_local=measured["concurrent"]["local"],
+        concurrent_output=measured["concurrent"]["output"],
     )
     return shared_segment_length(chunks, heads, costs)

@@ -14,8 +14,9 @@
 #ifndef BLOCKS
 #define BLOCKS 3
 #endif
-#ifndef RELOAD
-#define RELOAD 0
+// Where results go: the plain formats of kda_chunk.py, or (TILED) the bytes that kda_passes.cu reads.
+#ifndef TILED
+#define TILED 0
 #endif
 
 typedef unsigned int u32;
@@ -56,9 +57,11 @@ DEVICE void copy16(char *shared, int at, const void *p, bool inside) {
     int bytes = inside ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(p), "r"(bytes) : "memory");
 }
+DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE float shift_rows(float x, int lanes) { return __shfl_up_sync(0xffffffffu, x, lanes); }
 DEVICE float swap_lanes(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 DEVICE void sync_all() { __syncthreads(); }
 DEVICE void arrive(int barrier, int threads) {
     __threadfence_block();
@@ -93,22 +96,33 @@ DEVICE Frag load_transposed(const char *shared, int at) {
 #endif
 
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 
-enum { KUP = 0, KST = 16384, VAL = 32768, TOTAL = 49152, OFFSET = 51200, HALF1 = 53248, HALF2 = 53760, BETA = 54272,
-       EXCHANGE = 54528, OUTER = 57600, SHARED_BYTES = 73984 };
+// SUMS: own-lane slots, first k and q, then S, then V as rows; KST: first z in own-lane slots.
+enum { SUMS = 0, VAL = 0, KST = 32768, KUP = 49152, TOTAL = 57344, OFFSET = 59392, HALF1 = 61440, HALF2 = 61952,
+       END = 62464, BIAS = 62976, BETA = 63488, EXCHANGE = 63744, SHARED_BYTES = 66816 };
 
 DEVICE float low(u32 x) { return as_float(x << 16); }
 DEVICE float high(u32 x) { return as_float(x & 0xffff0000u); }
 DEVICE int swizzle(int token) { int g = token >> 1 & 7; return (g & 1) << 2 | g >> 1; }
+// Where a lane's eight channels of row r of W, Qg or Kg go. Tiled: [2][64][64], halves of the channels, rows in fragment
+// order (16 w + 8 r + g), their 16-byte pieces permuted by the row's number.
+DEVICE int result(int w, int r, int p, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    if (TILED) return p / 2 * 4096 + (16 * w + 8 * r + g) * 64 + ((4 * (p % 2) + t) ^ g) * 8;
+    return (16 * w + 2 * g + r) * 128 + 32 * p + 8 * t;
+}
+// A lane's own place in shared memory, `pieces` pieces of 16 bytes for each of four p, 512 bytes apart.
+DEVICE int own(int w, int p, int lane, int pieces) { return (w * 4 + p) * pieces * 512 + lane * 16; }
 DEVICE void words(uint4 x, u32 *y) { y[0] = x.x; y[1] = x.y; y[2] = x.z; y[3] = x.w; }
 DEVICE uint4 whole(const u32 *x) { uint4 y; y.x = x[0]; y.y = x[1]; y.z = x[2]; y.w = x[3]; return y; }
 DEVICE void eight(const char *table, int channel, float *y) {
     const float4 a = *(const float4 *)(table + channel * 4), b = *(const float4 *)(table + channel * 4 + 16);
     y[0] = a.x; y[1] = a.y; y[2] = a.z; y[3] = a.w; y[4] = b.x; y[5] = b.y; y[6] = b.z; y[7] = b.w;
 }
-DEVICE void two(const char *table, int channel, float *y) {
-    const float2 a = *(const float2 *)(table + channel * 4);
-    y[0] = a.x; y[1] = a.y;
+DEVICE void four(const char *table, int channel, float *y) {
+    const float4 a = *(const float4 *)(table + channel * 4);
+    y[0] = a.x; y[1] = a.y; y[2] = a.z; y[3] = a.w;
 }
 // A block of 16 x 16 as two accumulator tiles -> A fragment, fp16.
 DEVICE Frag operand(float (*c)[4]) {
@@ -231,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
     const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int head = blockIdx.x, index = blockIdx.y;
     // The last rows have the most products: which scheduler gets them changes from block to block.
-    const int w = (thread / 32 + head + index) & 3;
+    const int w = uniform((thread / 32 + head + index) & 3);
     const bool upper = w >= 2;
     const i64 token = args.chunk[index * 4];
     const int rows = args.chunk[index * 4 + 1];
@@ -239,72 +253,88 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
     const int row = 16 * w + 2 * g;
     const bool in0 = row < rows, in1 = row + 1 < rows;
 
-    uint4 kw[2][4], qw[2][4], zw[2][4];
-    const u16 *q_row[2];
-    UNROLL for (int r = 0; r < 2; r++) {
-        const bool in = r ? in1 : in0;
-        const i64 at = token + (in ? row + r : 0);
-        const int col = head * 128 + 8 * t;
-        UNROLL for (int p = 0; p < 4; p++) zw[r][p] = load16(args.z + at * args.z_stride + col + 32 * p, in);
-        UNROLL for (int p = 0; p < 4; p++) kw[r][p] = load16(args.k + at * args.k_stride + col + 32 * p, in);
-        q_row[r] = args.q + at * args.q_stride + col;
-        UNROLL for (int p = 0; p < 4; p++) qw[r][p] = load16(q_row[r] + 32 * p, in);
+    const u16 *k_row[2], *q_row[2];
+    {
+        const u16 *z_row[2];
+        UNROLL for (int r = 0; r < 2; r++) {
+            const i64 at = token + ((r ? in1 : in0) ? row + r : 0);
+            const int col = head * 128 + 8 * t;
+            k_row[r] = args.k + at * args.k_stride + col;
+            q_row[r] = args.q + at * args.q_stride + col;
+            z_row[r] = args.z + at * args.z_stride + col;
+        }
+        ROLLED for (int p = 0; p < 4; p++) UNROLL for (int r = 0; r < 2; r++) {
+            const bool in = r ? in1 : in0;
+            copy16(shared, KST + own(w, p, lane, 2) + r * 512, z_row[r] + 32 * p, in);
+            copy16(shared, SUMS + own(w, p, lane, 4) + r * 512, k_row[r] + 32 * p, in);
+            copy16(shared, SUMS + own(w, p, lane, 4) + r * 512 + 1024, q_row[r] + 32 * p, in);
+        }
     }
-    UNROLL for (int n = 0; n < 8; n++) {
-        const int r = n * 8 + thread / 16, piece = thread % 16;
-        const bool in = r < rows;
-        const u16 *from = args.v + (token + (in ? r : 0)) * args.v_stride + head * 128 + piece * 8;
-        copy16(shared, VAL + r * 256 + (piece ^ swizzle(r)) * 16, from, in);
-    }
+    if (thread / 2 < rows) prefetch(args.v + (token + thread / 2) * args.v_stride + head * 128 + thread % 2 * 64);
     if (thread < 64) {
         float b = 0.0f;
         if (thread < rows) b = args.beta[(token + thread) * args.beta_stride + head];
         *(float *)(shared + BETA + thread * 4) = b;
     }
-
-    // Sums of sigmoids over rows: S[r][p][i] is the cumulative gate of this warp's rows in units of the bound.
     const float rate = -1.4426950408889634f * ex2(1.4426950408889634f * args.a_log[head]);
     const float unit = 1.4426950408889634f * args.bound;
-    float S[2][4][8];
-    UNROLL for (int p = 0; p < 4; p++) {
+    *(float *)(shared + BIAS + thread * 4) = args.dt_bias[head * 128 + thread] * rate;
+    copies_done();
+    sync_all();
+
+    // Norms, and sums of sigmoids over rows: the cumulative gate of this warp's rows in units of the bound.
+    float kk[2] = {0.0f, 0.0f}, qq[2] = {0.0f, 0.0f};
+    ROLLED for (int p = 0; p < 4; p++) {
+        char *slot = shared + SUMS + own(w, p, lane, 4);
+        UNROLL for (int r = 0; r < 2; r++) {
+            u32 x[4], y[4];
+            words(*(const uint4 *)(slot + r * 512), x);
+            words(*(const uint4 *)(slot + r * 512 + 1024), y);
+            UNROLL for (int j = 0; j < 4; j++) {
+                kk[r] = fused(low(x[j]), low(x[j]), fused(high(x[j]), high(x[j]), kk[r]));
+                qq[r] = fused(low(y[j]), low(y[j]), fused(high(y[j]), high(y[j]), qq[r]));
+            }
+        }
         u32 z0[4], z1[4];
-        float bias[8];
-        words(zw[0][p], z0);
-        words(zw[1][p], z1);
-        eight((const char *)(args.dt_bias + head * 128), 32 * p + 8 * t, bias);
+        words(*(const uint4 *)(shared + KST + own(w, p, lane, 2)), z0);
+        words(*(const uint4 *)(shared + KST + own(w, p, lane, 2) + 512), z1);
+        float bias[8], S[2][8];
+        eight(shared + BIAS, 32 * p + 8 * t, bias);
         UNROLL for (int i = 0; i < 8; i++) {
             const float x0 = i % 2 ? high(z0[i / 2]) : low(z0[i / 2]), x1 = i % 2 ? high(z1[i / 2]) : low(z1[i / 2]);
-            const float s0 = in0 ? rcp(1.0f + ex2((x0 + bias[i]) * rate)) : 0.0f;
-            const float s1 = in1 ? rcp(1.0f + ex2((x1 + bias[i]) * rate)) : 0.0f;
+            const float s0 = in0 ? rcp(1.0f + ex2(fused(x0, rate, bias[i]))) : 0.0f;
+            const float s1 = in1 ? rcp(1.0f + ex2(fused(x1, rate, bias[i]))) : 0.0f;
             float sum = s0 + s1;
             UNROLL for (int step = 1; step < 8; step *= 2) {
                 const float below = shift_rows(sum, 4 * step);
                 if (g >= step) sum += below;
             }
-            S[0][p][i] = sum - s1;
-            S[1][p][i] = sum;
+            S[0][i] = sum - s1;
+            S[1][i] = sum;
         }
-        if (g == 7) UNROLL for (int i = 0; i < 8; i++)
-            *(float *)(shared + TOTAL + (w * 128 + 32 * p + 8 * t + i) * 4) = S[1][p][i];
+        UNROLL for (int i = 0; i < 4; i++) {
+            float4 x;
+            x.x = S[i / 2][i % 2 * 4];
+            x.y = S[i / 2][i % 2 * 4 + 1];
+            x.z = S[i / 2][i % 2 * 4 + 2];
+            x.w = S[i / 2][i % 2 * 4 + 3];
+            *(float4 *)(slot + i * 512) = x;
+            if (i >= 2 && g == 7) *(float4 *)(shared + TOTAL + (w * 128 + 32 * p + 8 * t + i % 2 * 4) * 4) = x;
+        }
+    }
+    uint4 k_next[2], q_next[2];
+    UNROLL for (int r = 0; r < 2; r++) {
+        k_next[r] = load16(k_row[r], r ? in1 : in0);
+        q_next[r] = load16(q_row[r], r ? in1 : in0);
     }
     float k_scale[2], q_scale[2];
     UNROLL for (int r = 0; r < 2; r++) {
-        float kk = 0.0f, qq = 0.0f;
-        UNROLL for (int p = 0; p < 4; p++) {
-            u32 x[4], y[4];
-            words(kw[r][p], x);
-            words(qw[r][p], y);
-            UNROLL for (int j = 0; j < 4; j++) {
-                kk = fused(low(x[j]), low(x[j]), fused(high(x[j]), high(x[j]), kk));
-                qq = fused(low(y[j]), low(y[j]), fused(high(y[j]), high(y[j]), qq));
-            }
-        }
-        kk += swap_lanes(kk, 1);
-        qq += swap_lanes(qq, 1);
-        kk += swap_lanes(kk, 2);
-        qq += swap_lanes(qq, 2);
-        k_scale[r] = rsq(kk + 1e-6f);
-        q_scale[r] = rsq(qq + 1e-6f) * 0.08838834764831845f;
+        kk[r] += swap_lanes(kk[r], 1);
+        qq[r] += swap_lanes(qq[r], 1);
+        kk[r] += swap_lanes(kk[r], 2);
+        qq[r] += swap_lanes(qq[r], 2);
+        k_scale[r] = rsq(kk[r] + 1e-6f);
+        q_scale[r] = rsq(qq[r] + 1e-6f) * 0.08838834764831845f;
     }
     sync_all();
     {
@@ -319,104 +349,117 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
         const float half1 = ex2(middle1), half2 = ex2(middle2);
         *(float *)(shared + HALF1 + thread * 4) = half1;
         *(float *)(shared + HALF2 + thread * 4) = half2;
+        // From the middle of the first half to the end of the chunk; where this is subnormal, so is every product with it.
+        *(float *)(shared + END + thread * 4) = half1 * (half2 * half2);
         args.gamma[place * 128 + thread] = half1 * half1 * half2 * half2;
     }
     sync_all();
 
-    // Keys against their decay from the middle of the half: B fragments, and Kg. Keys and queries with their decay to it:
-    // A fragments, Qg, and K exp G. The upper warps meet the first half with other factors than their own (`out`).
-    Frag kin[4][2], qin[4][2];
-    UNROLL for (int p = 0; p < 4; p++) {
-        const int channel = 32 * p + 8 * t;
-        Frag kout[2], qout[2];
-        UNROLL for (int r = 0; r < 2; r++) {
-            u32 x[4], y[4], up[4], end[4], out[4];
-            words(kw[r][p], x);
-            if (RELOAD) words(load16(q_row[r] + 32 * p, r ? in1 : in0), y);
-            else words(qw[r][p], y);
-            UNROLL for (int j = 0; j < 4; j++) {
-                float u[2], f[2], kd[2], qd[2], start[2], gone[2], offset[2], half1[2], half2[2];
-                two(shared + OFFSET + w * 512, channel + 2 * j, offset);
-                two(shared + HALF1, channel + 2 * j, half1);
-                two(shared + HALF2, channel + 2 * j, half2);
-                UNROLL for (int i = 0; i < 2; i++) {
-                    const float relative = fused(S[r][p][2 * j + i], unit, offset[i]);
-                    const float key = (i ? high(x[j]) : low(x[j])) * k_scale[r];
-                    const float query = (i ? high(y[j]) : low(y[j])) * q_scale[r];
-                    const float down = ex2(relative);
-                    u[i] = key * ex2(-relative);
-                    // In this order no partial product leaves the exponent range while the whole one is in it.
-                    f[i] = upper ? u[i] * half2[i] : u[i] * half1[i] * (half2[i] * half2[i]);
-                    kd[i] = key * down;
-                    qd[i] = query * down;
-                    start[i] = upper ? kd[i] * half2[i] * half1[i] : kd[i];
-                    gone[i] = upper ? qd[i] * half2[i] * half1[i] : qd[i];
-                }
-                const int s = j / 2, at = 2 * (j % 2) + r;
-                up[j] = pack_bf16(u[0], u[1]);
-                end[j] = pack_bf16(f[0], f[1]);
-                kin[p][s].x[at] = pack_bf16(kd[0], kd[1]);
-                qin[p][s].x[at] = pack_bf16(qd[0], qd[1]);
-                kout[s].x[at] = pack_bf16(start[0], start[1]);
-                qout[s].x[at] = pack_bf16(gone[0], gone[1]);
-                out[j] = pack_bf16(gone[0] * half1[0], gone[1] * half1[1]);
-                *(u32 *)(shared + KST + (row + r) * 256 + ((4 * p + j) ^ swizzle(row)) * 16 + t * 4) =
-                    pack_f16(start[0] * half1[0], start[1] * half1[1]);
-            }
-            *(uint4 *)(shared + KUP + ((2 * w + r) * 4 + p) * 512 + lane * 16) = whole(up);
-            *(uint4 *)(args.kg + place * 8192 + (row + r) * 128 + channel) = whole(end);
-            *(uint4 *)(args.qg + place * 8192 + (row + r) * 128 + channel) = whole(out);
-        }
-        if (upper) UNROLL for (int s = 0; s < 2; s++) {
-            *(uint4 *)(shared + OUTER + ((w - 2) * 16 + 4 * p + s) * 512 + lane * 16) = whole(kout[s].x);
-            *(uint4 *)(shared + OUTER + ((w - 2) * 16 + 4 * p + 2 + s) * 512 + lane * 16) = whole(qout[s].x);
-        }
-    }
-    sync_all();
-
+    // By 32 channels: keys against their decay from the middle of the half (B fragments, Kg); keys and queries with their
+    // decay to it (A fragments, Qg, K exp G); products. The upper warps meet the first half with other factors (`out`).
     float M[4][2][4], A[4][2][4];
     UNROLL for (int b = 0; b < 4; b++) {
         zero(M[b], 2);
         zero(A[b], 2);
     }
-    UNROLL for (int p = 0; p < 4; p++) UNROLL for (int half = 0; half < 2; half++) if (half == 0 || upper) {
-        Frag k[2], q[2];
+    ROLLED for (int p = 0; p < 4; p++) {
+        const int channel = 32 * p + 8 * t;
+        Frag kin[2], qin[2], kout[2], qout[2];
+        char *keys = shared + KUP + p % 2 * 4096;
+        u32 up[2][4], end[2][4], out[2][4];
         UNROLL for (int s = 0; s < 2; s++) {
-            k[s] = kin[p][s];
-            q[s] = qin[p][s];
-            if (half == 0 && upper) {
-                words(*(const uint4 *)(shared + OUTER + ((w - 2) * 16 + 4 * p + s) * 512 + lane * 16), k[s].x);
-                words(*(const uint4 *)(shared + OUTER + ((w - 2) * 16 + 4 * p + 2 + s) * 512 + lane * 16), q[s].x);
+            float offset[4], half1[4], half2[4], last[4];
+            four(shared + OFFSET + w * 512, channel + 4 * s, offset);
+            four(shared + HALF1, channel + 4 * s, half1);
+            four(shared + HALF2, channel + 4 * s, half2);
+            four(shared + (upper ? HALF2 : END), channel + 4 * s, last);
+            UNROLL for (int r = 0; r < 2; r++) {
+                u32 x[4], y[4];
+                float S[4], kd[4], qd[4], u[4];
+                words(k_next[r], x);
+                words(q_next[r], y);
+                four(shared + SUMS + own(w, p, lane, 4) + (2 * r + s) * 512, 0, S);
+                UNROLL for (int i = 0; i < 4; i++) {
+                    const float relative = fused(S[i], unit, offset[i]);
+                    const float key = (i % 2 ? high(x[2 * s + i / 2]) : low(x[2 * s + i / 2])) * k_scale[r];
+                    const float query = (i % 2 ? high(y[2 * s + i / 2]) : low(y[2 * s + i / 2])) * q_scale[r];
+                    const float down = ex2(relative);
+                    u[i] = key * ex2(-relative);
+                    kd[i] = key * down;
+                    qd[i] = query * down;
+                }
+                UNROLL for (int j = 0; j < 2; j++) {
+                    up[r][2 * s + j] = pack_bf16(u[2 * j], u[2 * j + 1]);
+                    end[r][2 * s + j] = pack_bf16(u[2 * j] * last[2 * j], u[2 * j + 1] * last[2 * j + 1]);
+                    kin[s].x[2 * j + r] = kout[s].x[2 * j + r] = pack_bf16(kd[2 * j], kd[2 * j + 1]);
+                    qin[s].x[2 * j + r] = qout[s].x[2 * j + r] = pack_bf16(qd[2 * j], qd[2 * j + 1]);
+                }
+                // In this order no partial product leaves the exponent range while the whole one is in it.
+                if (upper) UNROLL for (int j = 0; j < 2; j++) {
+                    UNROLL for (int i = 2 * j; i < 2 * j + 2; i++) {
+                        kd[i] = kd[i] * half2[i] * half1[i];
+                        qd[i] = qd[i] * half2[i] * half1[i];
+                    }
+                    kout[s].x[2 * j + r] = pack_bf16(kd[2 * j], kd[2 * j + 1]);
+                    qout[s].x[2 * j + r] = pack_bf16(qd[2 * j], qd[2 * j + 1]);
+                }
+                UNROLL for (int j = 0; j < 2; j++) {
+                    out[r][2 * s + j] = pack_bf16(qd[2 * j] * half1[2 * j], qd[2 * j + 1] * half1[2 * j + 1]);
+                    *(u32 *)(shared + KST + (row + r) * 256 + ((4 * p + 2 * s + j) ^ swizzle(row)) * 16 + t * 4) =
+                        pack_f16(kd[2 * j] * half1[2 * j], kd[2 * j + 1] * half1[2 * j + 1]);
+                }
             }
         }
-        UNROLL for (int tile = 4 * half; tile < 4 * half + 4; tile++) if (tile <= 2 * w + 1) {
+        UNROLL for (int r = 0; r < 2; r++) {
+            *(uint4 *)(keys + (2 * w + r) * 512 + lane * 16) = whole(up[r]);
+            *(uint4 *)(args.kg + place * 8192 + result(w, r, p, lane)) = whole(end[r]);
+            *(uint4 *)(args.qg + place * 8192 + result(w, r, p, lane)) = whole(out[r]);
+        }
+        if (p < 3) UNROLL for (int r = 0; r < 2; r++) {
+            k_next[r] = load16(k_row[r] + 32 * (p + 1), r ? in1 : in0);
+            q_next[r] = load16(q_row[r] + 32 * (p + 1), r ? in1 : in0);
+        }
+        sync_all();
+        UNROLL for (int tile = 0; tile < 8; tile++) if (tile <= 2 * w + 1) {
             u32 b[4];
-            words(*(const uint4 *)(shared + KUP + (tile * 4 + p) * 512 + lane * 16), b);
+            words(*(const uint4 *)(keys + tile * 512 + lane * 16), b);
             UNROLL for (int s = 0; s < 2; s++) {
-                mma_bf16(M[tile / 2][tile % 2], k[s].x, b[2 * s], b[2 * s + 1]);
-                mma_bf16(A[tile / 2][tile % 2], q[s].x, b[2 * s], b[2 * s + 1]);
+                mma_bf16(M[tile / 2][tile % 2], tile < 4 ? kout[s].x : kin[s].x, b[2 * s], b[2 * s + 1]);
+                mma_bf16(A[tile / 2][tile % 2], tile < 4 ? qout[s].x : qin[s].x, b[2 * s], b[2 * s + 1]);
             }
         }
     }
+    // Nobody reads S any more.
+    UNROLL for (int n = 0; n < 8; n++) {
+        const int r = n * 8 + thread / 16, piece = thread % 16;
+        const bool in = r < rows;
+        const u16 *from = args.v + (token + (in ? r : 0)) * args.v_stride + head * 128 + piece * 8;
+        copy16(shared, VAL + r * 256 + (piece ^ swizzle(r)) * 16, from, in);
+    }
     const float *beta = (const float *)(shared + BETA);
+    const float beta0 = beta[row], beta1 = beta[row + 1];
     UNROLL for (int b = 0; b < 4; b++) {
-        UNROLL for (int i = 0; i < 4; i++) UNROLL for (int e = 0; e < 2; e++) {
-            const int col = 16 * b + 4 * t + 2 * (i % 2) + e, here = row + i / 2;
-            M[b][e][i] = here > col ? M[b][e][i] * beta[here] : 0.0f;
+        if (b == w) UNROLL for (int i = 0; i < 4; i++) UNROLL for (int e = 0; e < 2; e++) {
+            const int col = 4 * t + 2 * (i % 2) + e, here = 2 * g + i / 2;  // of this block
+            M[b][e][i] = here > col ? M[b][e][i] : 0.0f;
             A[b][e][i] = here >= col ? A[b][e][i] : 0.0f;
         }
-        UNROLL for (int r = 0; r < 2; r++) {
+        UNROLL for (int i = 0; i < 8; i++) M[b][i / 4][i % 4] *= i % 4 / 2 ? beta1 : beta0;
+        if (TILED) UNROLL for (int i = 0; i < 4; i++) {
+            const int r = i / 2, e = i % 2;  // columns in fragment order too
+            *(u32 *)(args.a + place * 4096 + (16 * w + 8 * r + g) * 64 + ((2 * b + e) ^ g) * 8 + 2 * t) =
+                pack_bf16(A[b][e][2 * r], A[b][e][2 * r + 1]);
+        } else UNROLL for (int r = 0; r < 2; r++) {
             uint2 x;
             x.x = pack_bf16(A[b][0][2 * r], A[b][1][2 * r]);
             x.y = pack_bf16(A[b][0][2 * r + 1], A[b][1][2 * r + 1]);
             *(uint2 *)(args.a + place * 4096 + (row + r) * 64 + 16 * b + 4 * t) = x;
         }
     }
-    copies_done();
-    sync_all();  // K exp G and V are there
-
     float T[4][2][4];
     invert64(shared, M, T, w, lane);
+    copies_done();
+    sync_all();  // K exp G and V are there
     // Rows of T cancel when keys repeat, so its own rounding would show: eleven bits for W, two terms for U, whose other
     // operand needs the range of bfloat16.
     Frag half[4], hi[4], lo[4];
@@ -435,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
     }
     const int matrix = lane >> 3, line = lane & 7;
     // W: rows are tokens. Matrices of a load: tile 2u with e = 0, 1, tile 2u + 1 with e = 0, 1.
-    UNROLL for (int p = 0; p < 4; p++) {
+    ROLLED for (int p = 0; p < 4; p++) {
         float c[4][4];
         zero(c, 4);
         UNROLL for (int b = 0; b < 4; b++) if (b <= w) {
@@ -449,11 +492,11 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
         UNROLL for (int r = 0; r < 2; r++) {
             u32 x[4];
             UNROLL for (int j = 0; j < 4; j++) x[j] = pack_bf16(-c[j][2 * r], -c[j][2 * r + 1]);
-            *(uint4 *)(args.w + place * 8192 + (row + r) * 128 + 32 * p + 8 * t) = whole(x);
+            *(uint4 *)(args.w + place * 8192 + result(w, r, p, lane)) = whole(x);
         }
     }
     // U^T: rows are value channels. Matrices of a load: channels 0-7 and 8-15 with e = 0, then with e = 1.
-    UNROLL for (int part = 0; part < 8; part++) {
+    ROLLED for (int part = 0; part < 8; part++) {
         float c[2][4];
         zero(c, 2);
         UNROLL for (int b = 0; b < 4; b++) if (b <= w) {
@@ -464,7 +507,14 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
                 mma_bf16(c[e], x.x, hi[b].x[e], hi[b].x[2 + e]);
             }
         }
-        UNROLL for (int r = 0; r < 2; r++) {
+        if (TILED) {  // accumulator tiles of a warp of the passes: [part][w][lane][16 bytes]
+            uint4 x;
+            x.x = pack_bf16(c[0][0], c[0][1]);
+            x.y = pack_bf16(c[0][2], c[0][3]);
+            x.z = pack_bf16(c[1][0], c[1][1]);
+            x.w = pack_bf16(c[1][2], c[1][3]);
+            *(uint4 *)(args.ut + place * 8192 + ((part * 4 + w) * 32 + lane) * 8) = x;
+        } else UNROLL for (int r = 0; r < 2; r++) {
             uint2 x;
             x.x = pack_bf16(c[0][2 * r], c[1][2 * r]);
             x.y = pack_bf16(c[0][2 * r + 1], c[1][2 * r + 1]);
