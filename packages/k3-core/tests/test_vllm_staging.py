@@ -55,6 +55,11 @@ def test_bytes_survive_and_a_slot_is_free_before_it_is_written(ring: Staging) ->
     assert Event.waited == list(range(ring.SLOTS))
 
 
+def test_the_ring_is_host_memory_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        assert Staging(64, pinned=False, event=Event)._memory.device.type == "cpu"
+
+
 def test_a_larger_expert_makes_a_new_ring_after_the_copies_from_the_old(ring: Staging) -> None:
     small = ring.hold(expert(1))
     ring.sent()

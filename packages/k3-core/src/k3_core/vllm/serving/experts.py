@@ -90,7 +90,8 @@ class Staging:
 
     def _make(self, slot: int) -> None:
         self._slot = slot
-        self._memory = torch.empty(self.SLOTS, slot, dtype=torch.uint8, pin_memory=self._pinned)
+        # Not the default device, which may be the accelerator while a model is made.
+        self._memory = torch.empty(self.SLOTS, slot, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         self._events: list[Any] = [None] * self.SLOTS
         self._next = 0
 
