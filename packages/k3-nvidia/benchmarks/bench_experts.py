@@ -29,7 +29,7 @@ from k3_nvidia.kernels import moe_layout
 from k3_nvidia.tuning import experts as tuning
 
 TOKENS = (8192, 1, 1024, 8, 32, 128)  # the rows that matter most first
-SHAPES = (case.TP16, case.TP8, case.EP16)
+SHAPES = (case.EP16, case.TP16, case.TP8)
 
 
 def released_weights(shape: case.Shape, seed: int) -> dict[str, torch.Tensor]:

@@ -312,8 +312,8 @@ def build(
 ) -> Worklist:
     """Work list of given ids: int32 [T, top_k] contiguous, global (with ``expert_map`` [A] int32) or local; < 0: none.
 
-    One launch up to 128 tokens, a memset and three beyond, where the down product may have items of ``block_n2`` tokens.
-    Ids of a row are distinct (the operator ``route`` promises it).
+    One launch up to 128 tokens, a memset and three beyond, where the down product may have items of ``block_n2``
+    tokens. Ids of a row are distinct (the operator ``route`` promises it).
     """
     tokens, top_k = topk_ids.shape
     lst = allocate(tokens, top_k, num_local, block_n, topk_ids.device, block_n2)
