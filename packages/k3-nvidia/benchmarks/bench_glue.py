@@ -28,6 +28,8 @@ Q_LORA, KV_LORA, ROPE = 1536, 512, 64
 EPS = 1e-5
 SETS_BYTES = 256 << 20
 GRAPH_CALLS = 16
+#: Without a GPU nothing is timed, but the cases can be checked (Triton's interpreter truncates bfloat16, hence fp32).
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 
 @dataclass
@@ -39,8 +41,8 @@ class Case:
     bytes: int
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
+def normal(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
 def columns(tokens: int, *widths: int) -> list[torch.Tensor]:
@@ -116,9 +118,9 @@ def beta(tokens: int) -> Case:
 
 
 def combine(tokens: int) -> Case:
-    d, weights = normal(tokens * TOP_K, LATENT), torch.rand(tokens, TOP_K, device="cuda")
-    ids = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K, -1)[1].int()
-    out = torch.empty(tokens, LATENT, dtype=torch.bfloat16, device="cuda")
+    d, weights = normal(tokens * TOP_K, LATENT), torch.rand(tokens, TOP_K, device=DEVICE)
+    ids = torch.rand(tokens, EXPERTS, device=DEVICE).topk(TOP_K, -1)[1].int()
+    out = torch.empty(tokens, LATENT, dtype=DTYPE, device=DEVICE)
     return Case(
         lambda: moe_combine.combine(d, weights, ids, EXPERTS, None, out, pdl=True),
         lambda: (weights.double()[..., None] * d.double().unflatten(0, (tokens, TOP_K))).sum(1),
@@ -127,11 +129,11 @@ def combine(tokens: int) -> Case:
 
 
 def route(tokens: int) -> Case:
-    logits, bias = normal(tokens, EXPERTS, dtype=torch.float32), torch.zeros(EXPERTS, device="cuda")
+    logits, bias = normal(tokens, EXPERTS, dtype=torch.float32), torch.zeros(EXPERTS, device=DEVICE)
     options: dict[str, Any] = {"renormalize": True}
 
     def spread(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(tokens, EXPERTS, dtype=torch.float64, device="cuda").scatter(1, ids.long(), weights.double())
+        return torch.zeros(tokens, EXPERTS, dtype=torch.float64, device=DEVICE).scatter(1, ids.long(), weights.double())
 
     case = Case(
         lambda: router.route(
@@ -149,9 +151,9 @@ def route(tokens: int) -> Case:
 def short_conv(tokens: int) -> Case:
     width = 3 * HEADS * DIM
     x, weight = columns(tokens, width, HEADS * DIM)[0], normal(width, 4, dtype=torch.float32)
-    state = torch.zeros(2, width, 3, dtype=torch.bfloat16, device="cuda")
-    where, bounds = (torch.tensor(v, dtype=torch.int32, device="cuda") for v in ([1], [0, tokens]))
-    fresh, plan = torch.zeros(1, dtype=torch.bool, device="cuda"), plan_prefill([0, tokens], HEADS, "cuda")
+    state = torch.zeros(2, width, 3, dtype=DTYPE, device=DEVICE)
+    where, bounds = (torch.tensor(v, dtype=torch.int32, device=DEVICE) for v in ([1], [0, tokens]))
+    fresh, plan = torch.zeros(1, dtype=torch.bool, device=DEVICE), plan_prefill([0, tokens], HEADS, DEVICE)
     return Case(
         lambda: kda_prefill.short_conv(x, weight, state, where, bounds, fresh, plan=plan),
         lambda: kda.short_conv(x.double(), weight.double())[0],
@@ -189,7 +191,7 @@ def measure(make: Callable[[int], Case], tokens: int) -> dict[str, Any]:
     count = 1 if tokens <= 128 else max(2, min(GRAPH_CALLS, SETS_BYTES // first.bytes))
     sets = [first, *(make(tokens) for _ in range(count - 1))]
     half = max(first.bytes // 2, 16)
-    copies = [torch.zeros(2, half, dtype=torch.uint8, device="cuda") for _ in sets]
+    copies = [torch.zeros(2, half, dtype=torch.uint8, device=DEVICE) for _ in sets]
     ours, floor = time_pair_graph(
         [[case.call for case in sets], [lambda pair=pair: pair[1].copy_(pair[0]) for pair in copies]],
         repeat=-(-GRAPH_CALLS // len(sets)),

@@ -93,3 +93,12 @@ def test_attn_res_table_takes_the_best_and_keeps_what_was_not_measured(tmp_path:
     assert chosen[1 << 20, 64] == tuning.choose(8192, 8, 7168)
     assert list(chosen) == sorted(chosen), "bounds are tried in their order"
     assert table["measured"].startswith("tokens x blocks 1x8, 8192x1, 8192x4 ")
+
+
+def test_cases_of_the_small_kernels_are_right_and_count_their_bytes() -> None:
+    import bench_glue
+
+    for name, make in bench_glue.CASES.items():
+        case = make(bench_glue.RANGES.get(name, (1, 1))[0])
+        bench_glue.check(case)
+        assert case.bytes > 0, name
