@@ -256,8 +256,9 @@ def _products(
     plan: Plan,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    one13, one2 = one_token(weights, *topk_ids.shape, plan)
-    y = run_w13_one(x, weights, lst, act, plan) if one13 else run_w13(x, weights, lst, topk_ids.shape[1], act, plan)
+    tokens, top_k = topk_ids.shape
+    one13, one2 = one_token(weights, tokens, top_k, plan)
+    y = run_w13_one(x, weights, lst, act, plan) if one13 else run_w13(x, weights, lst, top_k, act, plan)
     if one2:
         return run_w2_one(y, weights, lst, topk_weights, plan, out)
     d = run_w2(y, weights, lst, plan)
