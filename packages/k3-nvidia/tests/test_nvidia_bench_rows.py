@@ -64,6 +64,18 @@ def test_a_run_that_is_recorded_is_not_run_again(tmp_path: Path, monkeypatch: py
     assert "tp16 prefill 32768" in json.loads((tmp_path / "engine.json").read_text())["rows"]
 
 
+def test_a_start_is_a_row_of_seconds() -> None:
+    import engine_rows
+
+    sides = (("ours", "k3-nvidia", 4.0), ("upstream", "auto", 10.0), ("upstream", "marlin", 16.0))
+    found = [
+        {"part": "startup", "shape": "tp16", "impl": impl, "experts": experts, "init_s": seconds, "process_s": 60.0}
+        for impl, experts, seconds in sides
+    ]
+    row = {"ours": 4.0, "humming": 10.0, "marlin": 16.0, "ratio": 0.4}
+    assert engine_rows.rows(found) == {"tp16 start": row}
+
+
 def test_attn_res_table_takes_the_best_and_keeps_what_was_not_measured(tmp_path: Path) -> None:
     import bench_attnres
 
