@@ -44,15 +44,22 @@ def expert(seed: int, width: int = 5) -> dict[tuple[str, str], torch.Tensor]:
 
 def test_bytes_survive_and_a_slot_is_free_before_it_is_written(ring: Staging) -> None:
     held = []
-    for number in range(2 * ring.SLOTS):
-        assert Event.waited == list(range(number - ring.SLOTS)), "waits for the copy of one round ago, and no other"
+    for number in range(2 * ring.slots):
+        assert Event.waited == list(range(number - ring.slots)), "waits for the copy of one round ago, and no other"
         held.append(ring.hold(expert(number)))
         ring.sent()
-    for number, parts in enumerate(held[ring.SLOTS :], ring.SLOTS):  # the first round was written over
+    for number, parts in enumerate(held[ring.slots :], ring.slots):  # the first round was written over
         for key, part in expert(number).items():
             assert torch.equal(parts[key], part)
             assert parts[key].is_contiguous()
-    assert Event.waited == list(range(ring.SLOTS))
+    assert Event.waited == list(range(ring.slots))
+
+
+@pytest.mark.parametrize(("slot", "slots"), [(0, 32), (1 << 20, 32), (17 << 20, 3), (1 << 30, 2)])
+def test_a_ring_has_few_slots_of_large_experts(slot: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **named: honest(*sizes, **(named | {"device": "meta"})))
+    assert Staging(slot, pinned=False, event=Event).slots == slots
 
 
 def test_the_ring_is_host_memory_whatever_the_default_device() -> None:

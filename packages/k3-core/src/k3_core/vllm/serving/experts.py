@@ -81,7 +81,9 @@ class Staging:
     an expert's six tensors. slot: bytes of the largest expert; a larger one makes the ring anew.
     """
 
-    SLOTS = 32
+    #: Of a ring: as many slots as these bytes hold, within these bounds (an expert of one TP16 rank has 1.4 MB, a whole
+    #: one 17.5).
+    BYTES, FEWEST, MOST = 64 << 20, 2, 32
     ALIGNMENT = 256
 
     def __init__(self, slot: int = 0, *, pinned: bool = True, event: Callable[[], Any] = torch.cuda.Event) -> None:
@@ -90,9 +92,10 @@ class Staging:
 
     def _make(self, slot: int) -> None:
         self._slot = slot
+        self.slots = min(max(self.BYTES // max(slot, 1), self.FEWEST), self.MOST)
         # Not the default device, which may be the accelerator while a model is made.
-        self._memory = torch.empty(self.SLOTS, slot, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
-        self._events: list[Any] = [None] * self.SLOTS
+        self._memory = torch.empty(self.slots, slot, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+        self._events: list[Any] = [None] * self.slots
         self._next = 0
 
     def hold(self, parts: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
@@ -117,7 +120,7 @@ class Staging:
         event = self._event()
         event.record()
         self._events[self._next] = event
-        self._next = (self._next + 1) % self.SLOTS
+        self._next = (self._next + 1) % self.slots
 
     def wait(self) -> None:
         """Until nothing is copied from here any more."""
