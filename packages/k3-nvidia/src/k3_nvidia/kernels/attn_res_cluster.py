@@ -30,9 +30,12 @@ ROWS = (3, 5, 9)
 MAX_THREADS = 1024
 
 
+@functools.cache
 def available() -> tuple[bool, str]:
-    """Whether the DSL can be imported and the device has clusters, and why not."""
+    """Whether the DSL can be imported and the device has clusters of eight blocks, and why not."""
     ok, why = skinny_cute.available()
+    if ok and torch.cuda.get_device_capability()[0] not in (9, 10):  # 12.x is made without
+        return False, "attn_res_cluster: needs compute capability 9.x or 10.x"
     return ok, why.replace("skinny_cute", "attn_res_cluster")
 
 
