@@ -76,7 +76,11 @@ def tiny_text(preset: str, kernels: bool) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- engines
 
 #: What compiles this wheel's kernels besides Triton.
-COMPILERS = ("k3_nvidia.kernels.skinny_cute_kernel:build",)
+COMPILERS = (
+    "k3_nvidia.kernels.skinny_cute_kernel:build",
+    "k3_nvidia.kernels.attn_res_cluster_kernel:build",
+    "k3_nvidia.kernels.cuda_host:compile_source",
+)
 WATCH: Any = None
 
 

@@ -146,3 +146,19 @@ def test_cases_with_drafts_share_processes_by_configuration(
     assert sorted(found) == ["a", "a ngram", "c"]
     assert sorted(groups) == [["a", "a ngram"], ["b"], ["c"]]
     assert [row["case"] for row in said] == ["b"]
+
+
+def test_every_compiler_of_this_wheel_is_watched(script: Callable[[str], Any]) -> None:
+    """A function that compiles a kernel, in whichever source, stands in the list of the late ones."""
+    kernels = BENCHMARKS.parent / "src" / "k3_nvidia" / "kernels"
+    marks = {"@cute.kernel": "build", "nvrtcCompileProgram(": "compile_source"}
+    found = {
+        f"k3_nvidia.kernels.{path.stem}:{name}"
+        for path in kernels.glob("*.py")
+        for mark, name in marks.items()
+        if mark in path.read_text()
+    }
+    assert found == set(script("gpu_smoke").COMPILERS)
+    for one in found:
+        module, name = one.split(":")
+        assert f"def {name}(" in (kernels / f"{module.rpartition('.')[2]}.py").read_text()
