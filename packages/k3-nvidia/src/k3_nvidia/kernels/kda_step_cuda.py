@@ -101,6 +101,8 @@ def refusal(qkv: Tensor, z: Tensor, gate: Tensor, out: Tensor, weight: Tensor, n
     """Why this kernel cannot take a call (arguments as the operators check them), or ""."""
     if qkv.device.type != "cuda" or torch.cuda.get_device_capability(qkv.device) < (9, 0):
         return "clusters need compute capability 9.0"
+    if cuda_host.refusal():
+        return cuda_host.refusal()
     if z.shape[2] != DIM:
         return f"head dimension {z.shape[2]} is not {DIM}"
     if any(x.dtype != torch.bfloat16 for x in (qkv, z, gate, out)):
