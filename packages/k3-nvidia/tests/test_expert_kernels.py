@@ -457,6 +457,19 @@ def test_warmup_reaches_every_plan() -> None:
         assert {choose(t, 16, 896, "default", 90, width) for t in tokens} == set(plans("default", width)), width
 
 
+def test_unmeasured_devices_have_a_rule() -> None:
+    """Another Hopper takes the H200's tiles, a newer device those that fit everywhere, an older one fewer stages."""
+    from k3_nvidia.tuning.experts import HOPPER, choose
+
+    for tokens in (1, 8, 128, 1024, 8192):
+        args = (tokens, 16, 896)
+        hopper, default = choose(*args, HOPPER, 90, 384), choose(*args, "default", 90, 384)
+        assert choose(*args, "another", 90, 384) == hopper
+        assert choose(*args, "another", 120, 384) == default
+        old = choose(*args, "another", 80, 384)
+        assert (old.stages13, old.stages2, old.pdl, old.one13) == (2, 2, False, 0)
+
+
 @gpu
 @pytest.mark.gpu
 def test_repeated_runs_are_bit_equal_and_graphs_follow_the_routing() -> None:

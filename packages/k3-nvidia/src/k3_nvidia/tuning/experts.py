@@ -2,8 +2,8 @@
 
 A plan is chosen by the width of a rank's experts, which says how many programs share an expert, and by the number of
 pairs an expert can expect, ``pairs = tokens * top_k / experts``: that, not the token count, decides how many columns a
-tile should have. The tables are per device name; an unmeasured device of capability 9.0 or higher uses ``default`` (the
-Hopper rows), one below 9.0 the same tiles with fewer stages (less shared memory).
+tile should have. The tables are per device name; an unmeasured device of capability 9.0 uses the rows of ``HOPPER``, a newer
+one ``default`` (tiles that fit every architecture's shared memory), one below 9.0 those with fewer stages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+
+
+HOPPER = "NVIDIA H200"  # whose rows other devices of capability 9.0 use
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ def rows(device: str, width: int | None = None) -> list[Row]:
 
 def choose(tokens: int, top_k: int, num_experts: int, device: str, capability: int, width: int) -> Plan:
     """The plan for a call: ``num_experts`` over all ranks, ``width`` of one rank's expert (padded to 64)."""
+    if device not in _tables() and capability == 90:
+        device = HOPPER
     table = rows(device, width)
     pairs = tokens * top_k / max(num_experts, 1)
     plan = next((r.plan for r in table if pairs <= r.max_pairs), table[-1].plan)
