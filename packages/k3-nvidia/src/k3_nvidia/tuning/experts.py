@@ -2,8 +2,8 @@
 
 A plan is chosen by the width of a rank's experts, which says how many programs share an expert, and by the number of
 pairs an expert can expect, ``pairs = tokens * top_k / experts``: that, not the token count, decides how many columns a
-tile should have. The tables are per device name; an unmeasured device of capability 9.0 uses the rows of ``HOPPER``, a newer
-one ``default`` (tiles that fit every architecture's shared memory), one below 9.0 those with fewer stages.
+tile should have. The tables are per device name; an unmeasured device of capability 9.0 uses the rows of ``HOPPER``, a
+newer one ``default`` (tiles that fit every architecture's shared memory), one below 9.0 those with fewer stages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-
 
 HOPPER = "NVIDIA H200"  # whose rows other devices of capability 9.0 use
 
