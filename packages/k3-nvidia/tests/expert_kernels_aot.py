@@ -92,11 +92,11 @@ def _loops(sass: str) -> list[list[str]]:
     return bodies
 
 
-def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]]:
-    """Every variant that the default plans of a K3 rank meet: widths 192, 384 and 3072, few pairs first."""
+def variants(device: str) -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]]:
+    """Every variant that a device's plans of a K3 rank meet: widths 192, 384 and 3072, few pairs first."""
     out: list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]] = []
     for width in (192, 384, 3072):
-        for i, p in enumerate(tuning.plans("default", width)):
+        for i, p in enumerate(tuning.plans(device, width)):
             common = {"BN": p.block_n, "BX": p.extra_n, "WIDE": False, "PDL": p.pdl, "INTERPRET": False}
             out.append((f"w13 {width} plan{i}", experts_gemm.w13_kernel,
                         {**common, "MT": p.mt13, "KT": p.kt13, "ACT": 1, "NEXT": p.next_quarters,
@@ -112,7 +112,7 @@ def variants() -> list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
             common |= dict(zip(("BN", "BX"), p.down_n, strict=True))
             out.append((f"w2 {width} plan{i}", kernel, {**common, **tile}, p.warps2, p.stages2, {}))
     for width, (k1, k2) in ((192, (2, 1)), (384, (4, 2))):
-        p = tuning.plans("default", width)[0]
+        p = tuning.plans(device, width)[0]
         common = {"WIDE": False, "PDL": True, "INTERPRET": False}
         out.append((f"w13 one {width}", experts_one.w13_one_kernel,
                     {**common, "MT": p.one13 or 2, "KT": 2, "ACT": 1, "NEXT": p.next_quarters}, 4, p.one_stages,
@@ -199,7 +199,9 @@ def main() -> None:
     done: dict[Any, dict[str, Any]] = {}
     sweeping = only in (["sweep"], ["sweep-widths"])
     widths = set()
-    for name, fn, constants, warps, stages, types in swept() if sweeping else variants():
+    for name, fn, constants, warps, stages, types in (
+        swept() if sweeping else variants(tuning.HOPPER if arch == 90 else "default")
+    ):
         if only and name not in only and not sweeping:
             continue
         if only == ["sweep-widths"]:

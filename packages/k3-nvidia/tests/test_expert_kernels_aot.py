@@ -107,7 +107,7 @@ def test_prefill_uses_the_warpgroup_instruction() -> None:
         assert row["hgmma"] > 0, name
         # A quarter of an item of 32 tokens is 8 columns, for which there is mma.sync only.
         _, width, plan = name.split()
-        narrow = tuning.plans("default", int(width))[int(plan.removeprefix("plan"))].item_n // 4 < 16
+        narrow = tuning.plans(tuning.HOPPER, int(width))[int(plan.removeprefix("plan"))].item_n // 4 < 16
         assert row["hmma"] == 0 or narrow, f"{name}: wgmma takes every width from 16 columns on"
         assert row["stack"] == 0, name
         assert row["loop_shared_stores"] <= (4 if narrow else 0), f"{name}: {row}"  # 4: as in decoding
