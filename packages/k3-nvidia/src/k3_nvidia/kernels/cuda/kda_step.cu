@@ -93,7 +93,7 @@ DEVICE void overlap() {
     if (PDL) asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
 }
 DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 DEVICE void tell(const char *shared, int at, int block, float x) {
     u32 there;
