@@ -58,6 +58,8 @@ DECODE: dict[str, Config] = {
     "async evict": _async(32, 8, EVICT="evict_first"),
     "async narrow": _async(32, 4),
     "async 64 pdl": _async(64, 8, PDL=True),
+    "async 64 evict pdl": _async(64, 8, PDL=True, EVICT="evict_first"),
+    "async 64 narrow pdl": _async(64, 4, PDL=True),
     "async whole pdl": _async(128, 16, PDL=True),
     "direct pdl": _async(128, 16, DIRECT=True, PDL=True),
     "direct8 pdl": _async(128, 8, DIRECT=True, PDL=True),
