@@ -1,7 +1,7 @@
 """Every kernel of this wheel under NVIDIA's compute-sanitizer: reads and writes out of bounds, races in shared memory.
 
     python packages/k3-nvidia/benchmarks/sanitize.py [--tool memcheck|racecheck|initcheck|synccheck] [--spread 4]
-        [--only kda_prefill,test_nvidia_glue] [--scales small] [--more "--racecheck-report hazard --print-level info"]
+        [--only kda_prefill,test_nvidia_glue] [--scales small] [--more="--racecheck-report all"]
         [--together 6] [--seconds 240] [--out FOLDER]
 
 Two kinds of processes, ``--together`` at a time, each under the tool: ``--spread`` supported cases of every operator of
@@ -39,7 +39,7 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 #: File -> which of its tests (pytest's -k; "" is all).
 FILES = {
     "test_nvidia_glue": "",
-    "test_attn_res_kernel": "small and False-2-4 or nan and False-2-4",
+    "test_attn_res_kernel": "small and False-2-4 or nan and False-2-4 or cluster_conforms and bfloat16",
     "test_skinny_gemm": "",
     "test_skinny_cute": "conforms",
     "test_expert_kernels_layout": "",
