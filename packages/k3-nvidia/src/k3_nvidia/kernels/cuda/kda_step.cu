@@ -153,7 +153,9 @@ KERNEL ENTRY(const Args a) {
     const int t = thread_index(), lane = t % 32, warp = t / 32, sub = lane % 8, quad = lane / 8, block = rank();
     const int head = blockIdx.y, own = block * BR;
     const i64 row = blockIdx.z;
-    // Parameters of the layer: no kernel writes them, so they need no wait. Two channels of q, k, v or z a pair.
+    overlap();
+    const i64 slot = slot_at(a, row * a.slot_stride);
+    // Two channels of q, k, v or z a pair.
     float4 w[PAIRS][2];
     UNROLL for (int i = 0; i < PAIRS; i++) {
         const int pair = t + i * THREADS, part = pair / 64, c = 2 * (pair % 64);
@@ -169,8 +171,6 @@ KERNEL ENTRY(const Args a) {
         }
     }
     const float rate = ex2(a.a_log[head] * 1.4426950408889634f);
-    overlap();
-    const i64 slot = slot_at(a, row * a.slot_stride);
     i64 first = row, source = slot;
     int count = 1, column0 = 0;
     u16 *out = a.out + head * D + own;
