@@ -12,8 +12,10 @@ compute-sanitizer: sanitize.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -64,8 +66,8 @@ def command(name: str, scales: tuple[str, ...], spread: int | None = None) -> li
 
 
 def child(words: list[str]) -> subprocess.Popen[str]:
-    """A process whose words are read by :func:`collect`."""
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """A process whose words are read by :func:`collect`; it leads a group, which is ended as one."""
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
 def collect(name: str, process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
@@ -73,7 +75,8 @@ def collect(name: str, process: subprocess.Popen[str], seconds: float) -> dict[s
     try:
         text, _ = process.communicate(timeout=max(seconds, 1))
     except subprocess.TimeoutExpired:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         text, _ = process.communicate()
         text += "\nstopped: out of time"
     page: dict[str, Any] = {"operator": name, "status": process.returncode, "rows": []}

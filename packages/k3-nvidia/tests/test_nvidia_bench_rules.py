@@ -108,6 +108,19 @@ def test_a_process_under_a_sanitizer(
     assert ("said" in row) is not right
 
 
+def test_a_process_that_does_not_end_is_ended_with_what_it_started(script: Callable[[str], Any]) -> None:
+    """Its rows so far are kept; a grandchild that holds the pipe open would hang the reading."""
+    conformance = script("conformance")
+    row = json.dumps({"row": {"case": "x", "verdict": "pass"}})
+    program = f"import subprocess; print({row!r}, flush=True); subprocess.run(['sleep', '600'])"
+    began = time.monotonic()
+    page = conformance.collect("route", conformance.child([sys.executable, "-c", program]), 8)
+    assert time.monotonic() - began < 60
+    assert [one["case"] for one in page["rows"]] == ["x"]
+    assert page["status"] != 0
+    assert page["words"][-1] == "stopped: out of time"
+
+
 @pytest.mark.parametrize("preset", ["k3", "linear"])
 def test_references_of_the_layer_check_are_the_loaded_ones(
     script: Callable[[str], Any], preset: str, tmp_path: Path
