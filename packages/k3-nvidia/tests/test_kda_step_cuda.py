@@ -135,7 +135,8 @@ def test_conforms(form, overlap, monkeypatch):
     """The operator's cases; those of other sizes or dtypes take the form that serves them."""
     split, warps, bulk = form
     config = {"FORM": "cluster", "SPLIT": split, "num_warps": warps, "BULK": bool(bulk), "PDL": overlap}
-    monkeypatch.setattr(tuning, "step_launch", lambda kernel, programs, dim: {"BV": 16, "STAGES": 2} | config)
+    blocks = {"decode": {"BV": 16, "STAGES": 2}, "verify": {"BV": 16}}
+    monkeypatch.setattr(tuning, "step_launch", lambda kernel, programs, dim: blocks[kernel] | config)
     calls = []
     step = kda_step_cuda.step
     monkeypatch.setattr(kda_step.kda_step_cuda, "step", lambda *a: (calls.append(len(a)), step(*a)))
