@@ -2,8 +2,8 @@
 
 NaN in a request's state (a damaged cache page, an overflow) makes its logits NaN, from which a sampler draws token 0 or
 anything else, for ever, or a token that does not exist: vLLM's second model runner then looks it up in the next step,
-which is already under way, and the lookup's assertion ends the whole engine (seen on an H200 with a vocabulary that no
-multiple of 1024 is). Four pieces end the request alone, at the step it happens in, without a wait in the decoding path:
+which is already under way, and the lookup's assertion ends the whole engine (seen on an H200 with a vocabulary that is
+no multiple of 1024). Four pieces end the request alone, at the step it happens in, without a wait in the decoding path:
 
 * :func:`mark` turns infinite logits into NaN, on the device, so that one count covers both;
 * vLLM counts the NaNs of every row on the device and copies the counts beside the sampled tokens
@@ -13,7 +13,8 @@ multiple of 1024 is). Four pieces end the request alone, at the step it happens 
   status ``FINISHED_ERROR`` (the client gets an error, not text), logs their ids, and takes their blocks out of the
   prefix cache, so that no later prompt resumes from a poisoned state. Blocks that others hold stay theirs.
 
-What keeps the others clean is not here: operators read and write the slots of their own rows only, new sequences start
+What no count shows: FlashAttention 3 gives finite values where a page of the latent cache holds NaN, so a page that was
+damaged after it was written is not seen. What keeps the others clean is not here: operators read and write the slots of their own rows only, new sequences start
 from zeros whatever a slot holds, and vLLM zeroes the latent pages it hands out again.
 
 With speculation vLLM counts a row a draft but names a row a request, so the count of one request would be read as
