@@ -1,4 +1,4 @@
-"""Every form of KDA decode and verification against the shared cases of real size: ``python check_kda_steps.py [part]``.
+"""Every form of KDA decode and verification against the shared cases of real size: ``check_kda_steps.py [part]``.
 
 One line a form and operator: cases passed, failed and refused, and the first reasons. part: forms whose name has it.
 """

@@ -169,6 +169,15 @@ def test_beta_is_the_logit_that_it_came_from(operator):
     assert torch.equal(operator.calls[0]["beta"][0], logits)
 
 
+def test_rows_of_an_output_that_is_not_dense(operator):
+    """They are copied from a dense one, the zeros behind the last sequence too."""
+    args = inputs(2, [17, 20], padding=6)
+    before = args[8].clone()
+    out = torch.full((43, 4, DIM), float("nan"), dtype=torch.bfloat16, device=DEVICE)[:, :2]
+    through_flash(*args, out=out)
+    check(args, out, before)
+
+
 def test_null_sequences_write_zeros_and_touch_no_state(operator):
     args = inputs(2, [9, 20, 3], slots=[0, 4, -1])
     args[8][0] = float("nan")
@@ -248,9 +257,9 @@ def test_conforms(monkeypatch):
 
     implementation = Implementation("kda_prefill", "flash", function, kda_prefill.supports_prefill)
     report = conformance.run("kda_prefill", implementation, DEVICE, scales=("real",))
-    # The operator keeps its state in bfloat16 from chunk to chunk, one rounding more than the table's bound of an
-    # element counts: single elements near zero may be off by up to twice that bound, the norm by no more than its own.
-    bad = [row for row in report.failures if row.worst > 2 or row.error > row.tolerance]
+    # The operator rounds its state to bfloat16 after every chunk of 16, which the table's bound of an element does not
+    # count: ten times in the longest case, of random sign, so sqrt(10) more; the norm keeps within its own bound.
+    bad = [row for row in report.failures if row.worst > 1 + 10**0.5 or row.error > row.tolerance]
     assert not bad, "\n".join(f"{row.case}: {row.reason}" for row in bad)
     assert any(row.verdict == "pass" for row in report.rows)
     assert went

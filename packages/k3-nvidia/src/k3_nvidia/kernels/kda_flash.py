@@ -242,7 +242,8 @@ def prefill(
     )  # fmt: skip
     namespace, _ = operator()
     size = int(namespace.get_workspace_size(tokens, heads, sequences))
-    dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    # A copy is copied back whole, rows behind the last sequence included.
+    dense = out if out.is_contiguous() else torch.zeros_like(out, memory_format=torch.contiguous_format)
     rows = [x.contiguous().unsqueeze(0) for x in (q, k, v, z)]
     namespace.fwd(
         *rows, raw.t().unsqueeze(0), dim**-0.5, dense.unsqueeze(0),
