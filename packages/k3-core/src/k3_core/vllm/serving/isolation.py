@@ -14,7 +14,9 @@ no multiple of 1024). Four pieces end the request alone, at the step it happens 
   prefix cache, so that no later prompt resumes from a poisoned state. Blocks that others hold stay theirs.
 
 What no count shows: FlashAttention 3 gives finite values where a page of the latent cache holds NaN, so a page that was
-damaged after it was written is not seen. What keeps the others clean is not here: operators read and write the slots of their own rows only, new sequences start
+damaged after it was written is not seen.
+
+What keeps the others clean is not here: operators read and write the slots of their own rows only, new sequences start
 from zeros whatever a slot holds, and vLLM zeroes the latent pages it hands out again.
 
 With speculation vLLM counts a row a draft but names a row a request, so the count of one request would be read as
