@@ -116,11 +116,16 @@ struct Emulator {
         }
         int left = count;
         long idle = 0;
+        int ahead = 0;
         while (left) {
             if (!copies.empty() && random() % 256 == 0) bring(random() % copies.size());
-            current = random() % count;
+            // One warp runs ahead until it must wait, so that races of distant warps come up too.
+            current = random() % 8 ? ahead * 32 + random() % 32 : random() % count;
             if (++idle > 1000000) break;
-            if (done[current] || *waits[current] <= turns[current]) continue;
+            if (done[current] || *waits[current] <= turns[current]) {
+                if (current / 32 == ahead && random() % 16 == 0) ahead = random() % (count / 32);
+                continue;
+            }
             idle = 0;
             threadIdx = {current, 0, 0};
             swapcontext(&home, &fibers[current]);

@@ -126,7 +126,7 @@ CHUNK_MUTANTS = [
     ("a warp that waits for nobody", "            await(4, 64);\n", ""),
     ("the diagonal in M", "here > col ? M", "here >= col ? M"),
     ("beta of another column", "i % 2 ? x.z : x.x", "i % 2 ? x.x : x.z"),
-    ("one term of T for U", "mma_bf16(c[e], x.x, lo[b].x[e], lo[b].x[2 + e]);", ""),
+    ("one term of T for U", "mma_bf16(rest[e], x.x, lo[b].x[e], lo[b].x[2 + e]);", ""),
     ("the own half's factors against the first half", "tile < 4 ? kout[s].x : kin[s].x", "kin[s].x"),
     ("rows after the end", "const bool in0 = row < rows", "const bool in0 = true"),
     ("a level of the inverse", "level <= 4", "level <= 3"),
@@ -158,10 +158,10 @@ def prefill_errors(
     """Error norms of outputs and states of a batch against the contract in fp64."""
     monkeypatch.setattr(kda_chunk_cuda, "refusal", lambda *_: "")
     monkeypatch.setattr(kda_passes_cuda, "refusal", lambda *_: "")
-    monkeypatch.setattr(tuning, "chunk_blocks", lambda: 3)
+    monkeypatch.setattr(tuning, "chunk_cuda", lambda: {"blocks": 3})
     monkeypatch.setattr(tuning, "passes", lambda: passes)
     bounds = [0, 330, 331, 331 + 64]
-    q, k, v, z, beta, a_log, dt_bias = draw(bounds[-1], "mixed")
+    q, k, v, z, beta, a_log, dt_bias = draw(bounds[-1], "long")  # else nothing is left of the transitions
     state = torch.randn(5, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(1)).to(state_dtype)
     start = state.clone()
     slots, fresh = torch.tensor([2, 1, 4], dtype=torch.int32), torch.tensor([True, False, True])
@@ -200,8 +200,6 @@ PASS_MUTANTS = [
     ("a stage asked for while others read it", "== 4 * GROUPS * (n / STAGES + 1) - 1", "== 4 * GROUPS * (n / STAGES)"),
     ("no decay of the state", "S[j][0] *= gamma.x;", ""),
     ("the transition of two rows swapped", "!values && row == col ?", "!values && row == (col ^ 1) ?"),
-    ("a null slot's output", "segment * 4 + 3];", "segment * 4 + 3] | 2;"),
-    ("one term of the transition", "lo[i] = transpose8(", "lo[i] = 0 * transpose8("),
     ("the scan reads what it writes", "shared + i % 2 * 8192", "shared"),
     ("the scan starts with the first segment's transition", "args.hi + base + step + k", "args.hi + base + k"),
     ("the initial state everywhere", "values && (OUTPUT ? !several : first);", "values;"),
@@ -210,10 +208,10 @@ PASS_MUTANTS = [
 
 @pytest.mark.parametrize(("what", "old", "new"), PASS_MUTANTS, ids=[m[0] for m in PASS_MUTANTS])
 def test_mutants_of_the_passes_are_caught(what: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated(monkeypatch, edit_of("kda_scan" if what.startswith("the scan") else "kda_passes", old, new))
-    right = (0.0037, 0.0026)  # to a tenth
-    found = prefill_errors(monkeypatch, EXPLICIT, torch.float32, 1)
-    assert any(not f < 1.2 * r for f, r in zip(found, right, strict=True)), (what, found)
+    scan = what.startswith("the scan")
+    emulated(monkeypatch, edit_of("kda_scan" if scan else "kda_passes", old, new))
+    found = prefill_errors(monkeypatch, EXPLICIT, torch.float32, 1 if scan or "transition" in what else 3)
+    assert not max(found) < 8e-3, (what, found)
 
 
 def test_it_says_what_it_cannot_take() -> None:

@@ -138,8 +138,8 @@ def kda_prefill(
     a = torch.empty(plan.num_chunks * heads, CHUNK * CHUNK, dtype=torch.bfloat16, device=q.device)
     gamma = torch.empty(plan.num_chunks * heads, dim, dtype=torch.float32, device=q.device)
     inside = (w, ut, qg, kg, a, gamma)
-    blocks = tuning.chunk_blocks()
-    explicit = blocks and not kda_chunk_cuda.refusal(q, k, v, z, beta, fits_split(lower_bound))
+    form = tuning.chunk_cuda()
+    explicit = bool(form) and not kda_chunk_cuda.refusal(q, k, v, z, beta, fits_split(lower_bound))
     passes = tuning.passes() if explicit else {}
     tiled = bool(passes) and not kda_passes_cuda.refusal(out, recurrent_state, slot_mapping)
     if explicit:
@@ -154,8 +154,8 @@ def kda_prefill(
             float(lower_bound or 0.0),
             plan.chunks,
             *inside,
-            blocks=blocks,
             tiled=tiled,
+            **form,
         )
     else:
         _inside_chunks(q, k, v, z, beta, a_log, dt_bias, lower_bound, plan, inside)

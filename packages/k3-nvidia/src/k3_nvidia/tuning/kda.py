@@ -80,9 +80,9 @@ def launch(kernel: str, shared: int | None = None) -> dict[str, Any]:
     return options
 
 
-def chunk_blocks() -> int:
-    """Blocks a multiprocessor for which kda_chunk_cuda is compiled; 0: the Triton kernels."""
-    return int(table().get("chunk_cuda", {}).get("blocks", 0))
+def chunk_cuda() -> dict[str, int]:
+    """How kda_chunk_cuda is compiled: blocks a multiprocessor, value channels at once; empty: the Triton kernels."""
+    return dict(table().get("chunk_cuda", {}))
 
 
 def passes() -> dict[str, Any]:

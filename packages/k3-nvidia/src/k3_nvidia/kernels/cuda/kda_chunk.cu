@@ -11,6 +11,9 @@
 // 16-byte pieces are permuted by `swizzle`, KST with channels 8t + 2j + i at piece 4p + j, word t, so that a lane's
 // results of W are eight neighbouring channels. Every access is free of bank conflicts.
 
+#ifndef DEEP
+#define DEEP 1
+#endif
 #ifndef BLOCKS
 #define BLOCKS 3
 #endif
@@ -96,6 +99,7 @@ DEVICE Frag load_transposed(const char *shared, int at) {
 #endif
 
 #define UNROLL _Pragma("unroll")
+enum { PARTS_AT_ONCE = DEEP, QUARTERS_AT_ONCE = DEEP > 1 ? 2 : 1 };
 #define ROLLED _Pragma("unroll 1")
 
 // SUMS: own-lane slots, first k and q, then S, then V as rows; KST: first z in own-lane slots.
@@ -478,7 +482,8 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
     }
     const int matrix = lane >> 3, line = lane & 7;
     // W: rows are tokens. Matrices of a load: tile 2u with e = 0, 1, tile 2u + 1 with e = 0, 1.
-    ROLLED for (int p = 0; p < 4; p++) {
+#pragma unroll QUARTERS_AT_ONCE
+    for (int p = 0; p < 4; p++) {
         float c[4][4];
         zero(c, 4);
         UNROLL for (int b = 0; b < 4; b++) if (b <= w) {
@@ -496,17 +501,20 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
         }
     }
     // U^T: rows are value channels. Matrices of a load: channels 0-7 and 8-15 with e = 0, then with e = 1.
-    ROLLED for (int part = 0; part < 8; part++) {
-        float c[2][4];
+#pragma unroll PARTS_AT_ONCE
+    for (int part = 0; part < 8; part++) {
+        float c[2][4], rest[2][4];
         zero(c, 2);
+        zero(rest, 2);
         UNROLL for (int b = 0; b < 4; b++) if (b <= w) {
             const int from = 16 * b + 2 * line + (matrix >> 1), piece = 2 * part + (matrix & 1);
             const Frag x = load_transposed(shared, VAL + from * 256 + (piece ^ swizzle(from)) * 16);
             UNROLL for (int e = 0; e < 2; e++) {
-                mma_bf16(c[e], x.x, lo[b].x[e], lo[b].x[2 + e]);
+                mma_bf16(rest[e], x.x, lo[b].x[e], lo[b].x[2 + e]);
                 mma_bf16(c[e], x.x, hi[b].x[e], hi[b].x[2 + e]);
             }
         }
+        UNROLL for (int i = 0; i < 8; i++) c[i / 4][i % 4] += rest[i / 4][i % 4];
         if (TILED) {  // accumulator tiles of a warp of the passes: [part][w][lane][16 bytes]
             uint4 x;
             x.x = pack_bf16(c[0][0], c[0][1]);

@@ -163,6 +163,9 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
     const int chunk0 = args.segment[segment * 4], chunks = args.segment[segment * 4 + 1];
     const int seq = args.segment[segment * 4 + 2], flags = args.segment[segment * 4 + 3];
     const i64 place = (i64)chunk0 * args.heads + head;
+    const bool first = (flags & 1) != 0, several = (flags & 4) != 0;
+    // The transition of a first segment is multiplied by nothing.
+    if (!OUTPUT && first && blockIdx.x * GROUPS >= 2) return;
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -179,9 +182,6 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
     const bool values = group < 8;
     const i64 matrix = ((i64)segment * args.heads + head) * 16384;
     const int slot = args.slot[seq * args.slot_stride];
-    const bool first = (flags & 1) != 0, several = (flags & 4) != 0;
-    // The transition of a first segment is multiplied by nothing.
-    const bool idle = !OUTPUT && !values && first;
     const bool known = values && (OUTPUT ? !several : first);
     const bool use = known && slot > 0 && args.init[seq] != 0;
     const i64 state_at = (i64)slot * args.state_stride + (i64)head * 16384;
@@ -289,11 +289,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
         }
     }
 
-    if (OUTPUT) {
-        if ((flags & 2) == 0 || slot <= 0) return;
-    } else if (idle) {
-        return;
-    }
+    if (OUTPUT && ((flags & 2) == 0 || slot <= 0)) return;
     UNROLL for (int j = 0; j < 16; j++) UNROLL for (int r = 0; r < 2; r++) {
         const int row = row0 + g + 8 * r, col = 8 * j + 2 * t;
         const float x = S[j][2 * r], y = S[j][2 * r + 1];
