@@ -85,7 +85,8 @@ def short_conv_kernel(
     live = slot > 0
     x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x_at, x_stride, token * 0, rows, channels, c)
     # Inputs before the chunk: from x inside a sequence, from the state before its start, else zeros.
-    left = tl.where(index > 0, channels, 0)
+    # A part behind the chunk's last row reads nothing: the rows before it need not be there.
+    left = tl.where((index > 0) & (rows > 0), channels, 0)
     kept = tl.where(old & (index == 0), channels, 0)
     a0 = tl.load(x_at - 3 * x_stride, mask=c < left, other=0.0).to(tl.float32)
     a1 = tl.load(x_at - 2 * x_stride, mask=c < left, other=0.0).to(tl.float32)
