@@ -97,8 +97,8 @@ def synchronous_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     Triton 3.6 puts its products there with two warp groups a program, and on an H200 31 of 38 cases of the released
     head dimension then gave wrong and unrepeatable results (2026-11-30). mma.sync gives right ones, as do the
-    interpreter and the other kernels with wgmma; the cause was not found (no register of a product in flight is touched,
-    so it is not Triton's issue 9433). AMD's are synchronous, as mma.sync is.
+    interpreter and the other kernels with wgmma; the cause was not found (no register of a product in flight is
+    touched, so it is not Triton's issue 9433). AMD's are synchronous, as mma.sync is.
     """
     if name == "kda_prefill" and not launch.HIP:
         monkeypatch.setenv("DISABLE_MMA_V3", "1")

@@ -40,6 +40,12 @@ narrow = dataclasses.replace(plain, wide=99, matrix="bf16")
 found["expectations"] = gate.breaches(narrow, "gfx942", build.resources(binary))
 row = gate.row(build.resources(binary))
 then = [row[c] for c in gate.COLUMNS]
+pool = catalogue.variants("gfx942")["decode fp32, large pool"]
+forms = catalogue.forms(dataclasses.replace(pool, narrow=()))
+found["forms"] = [sorted(set(f.narrow) & set(("state_ptr", "qkv_ptr"))) for f in forms]
+small = build.build(catalogue.variants("gfx942")["norm, small"], "gfx942")
+found["buffers"] = [b.assembly.count("buffer_load") for b in (binary, small)]
+found["known"] = [list(gate.KNOWN_SPILLS), sum(map(len, gate.KNOWN_SPILLS.values()))]
 found["same"] = gate.regressions("x", row, then)
 found["worse"] = gate.regressions("x", dict(row, vgpr=row["vgpr"] + 1, occupancy=row["occupancy"] - 1), then)
 found["unknown"] = gate.regressions("x", row, None)
@@ -70,9 +76,16 @@ def test_a_build_has_code_metadata_and_argument_order(found: dict) -> None:
     assert found["metadata"]["wave"] == 64
 
 
+def test_storages_on_both_sides_of_two_gib_are_built(found: dict) -> None:
+    """Triton takes buffer instructions for small ones, which need other registers: each form has its row."""
+    assert found["forms"] == [[], ["qkv_ptr", "state_ptr"], ["qkv_ptr"]]
+    assert found["buffers"][0] < found["buffers"][1]
+
+
 def test_limits_are_enforced(found: dict) -> None:
     assert found["fine"] == []
     assert any("spills" in p or "scratch" in p for p in found["spills"])
+    assert found["known"] == [["3.9.0"], 7], "no exception for the version that serves, none added unseen"
     assert any("LDS" in p for p in found["lds"])
     assert found["lds 950"] == []
     assert any("16 bytes" in p for p in found["expectations"])
@@ -93,6 +106,7 @@ def test_table_has_both_versions_and_architectures() -> None:
             assert {"attn_res 8", "decode fp32", "verify fp32", "chunk", "local", "scan", "output", "route"} <= set(
                 rows
             )
+            assert {"decode fp32, small", "decode fp32, large pool", "chunk, small", "combine, small"} <= set(rows)
     names = set(TABLE["triton"]["3.6.0"]["gfx950"])
     assert {"w13 scaled 0", "w13 mxfp8 0"} <= names
     assert "w13 unpacked 0" in TABLE["triton"]["3.6.0"]["gfx942"]

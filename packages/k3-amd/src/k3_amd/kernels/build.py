@@ -30,7 +30,7 @@ class Variant:
     constants: compile-time arguments, a run-time integer that equals one included. options: the compiler's. types:
     Triton types of the other arguments where they are not ``*i32`` or ``i32``. divisible: integers that are multiples
     of 16 in every call. matrix: part of the name of a matrix instruction that must appear, "" if none may. wide: least
-    number of 16-byte loads.
+    number of 16-byte loads. narrow: pointers whose storage has at most 2 GiB, which Triton specialises on here.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Variant:
     divisible: tuple[str, ...] = ()
     matrix: str = ""
     wide: int = 0
+    narrow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Binary:
 def build(variant: Variant, arch: str) -> Binary:
     """Compile one variant for an architecture. Raises what Triton raises where it cannot."""
     compiled = triton_aot.compile_kernel(
-        variant.kernel, variant.constants, variant.options, ("hip", arch, WAVE), variant.types, variant.divisible
-    )
+        variant.kernel, variant.constants, variant.options, ("hip", arch, WAVE), variant.types, variant.divisible,
+        variant.narrow,
+    )  # fmt: skip
     assembly = compiled.asm["amdgcn"]
     names = triton_aot.argument_types(variant.kernel, variant.constants, variant.types)
     metadata = {

@@ -6,6 +6,7 @@ Types are those of a serving process: bfloat16 activations, float32 states (bflo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from k3_amd import tuning
@@ -24,6 +25,8 @@ from k3_amd.kernels.device import (
 )
 
 HIDDEN, LATENT, EXPERTS, TOP_K, DIM, MAX_BLOCKS = 7168, 3584, 896, 16, 128, 8
+#: Pointers of memory that a large server has more than 2 GiB of: caches and the bank of attention residuals.
+POOLS = ("state_ptr", "conv_ptr", "cache_ptr", "bank_ptr")
 #: Widths of one rank's experts: cut over 16 or 8 ranks, or whole under expert parallelism.
 WIDTHS = (192, 384, 3072)
 
@@ -37,14 +40,25 @@ def _options(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def variants(arch: str) -> dict[str, Variant]:
-    """All variants for an architecture by name."""
+    """All variants for an architecture by name, each in its forms."""
     found = {}
     for part in (_attn_res, _steps, _prefill, _small, _worklist, _experts):
         for variant in part(arch):
-            if variant.name in found:
-                raise ValueError(f"two variants are called {variant.name!r}")
-            found[variant.name] = variant
+            for form in forms(variant):
+                if form.name in found:
+                    raise ValueError(f"two variants are called {form.name!r}")
+                found[form.name] = form
     return found
+
+
+def forms(variant: Variant) -> Iterator[Variant]:
+    """The same for storages of more than 2 GiB, for smaller ones, and for small ones with large pools."""
+    yield variant
+    pointers = [n for n in variant.kernel.arg_names if n.endswith("_ptr") and n not in variant.constants]
+    yield replace(variant, name=f"{variant.name}, small", narrow=tuple(pointers))
+    small = tuple(n for n in pointers if n not in POOLS)
+    if len(small) < len(pointers):
+        yield replace(variant, name=f"{variant.name}, large pool", narrow=small)
 
 
 def _attn_res(arch: str) -> Iterator[Variant]:

@@ -211,12 +211,16 @@ def combine_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < latent
     acc = tl.zeros((BLOCK,), tl.float32)
+    # One base for the token's rows, so that AMD's buffer loads share a descriptor.
+    ids_ptr += token * top_k
+    weights_ptr += token * top_k
+    d_ptr += token * top_k * d_stride
     for k in tl.static_range(TK):
         used = k < top_k
-        ids = tl.load(ids_ptr + token * top_k + k, mask=used, other=-1)
+        ids = tl.load(ids_ptr + k, mask=used, other=-1)
         _, here = local_ids(ids, map_ptr, num_local, HAS_MAP, used)
-        weight = tl.load(weights_ptr + token * top_k + k, mask=here, other=0.0)
+        weight = tl.load(weights_ptr + k, mask=here, other=0.0)
         some = column < tl.where(here, latent, 0)
-        d = tl.load(d_ptr + (token * top_k + k) * d_stride + column, mask=some, other=0.0)
-        acc += tl.where(here, weight * d.to(tl.float32), 0.0)
+        d = tl.load(d_ptr + (k * d_stride + column), mask=some, other=0.0)
+        acc += weight * d.to(tl.float32)  # 0 * 0 where the expert is elsewhere
     tl.store(out_ptr + token * out_stride + column, acc.to(out_ptr.dtype.element_ty), mask=inside)

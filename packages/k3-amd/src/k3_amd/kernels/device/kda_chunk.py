@@ -57,9 +57,15 @@ def invert(M, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def sign(x):
+    """1 where an int32 is negative, else 0. No comparison: a mask alive takes two scalar registers an element."""
+    return x.to(tl.uint32, bitcast=True) >> 31
+
+
+@triton.jit
 def masked_sums(g, inside, UPCAST: tl.constexpr):
-    """Row i: the sum of g's rows j with inside[i, j]; g in three bfloat16 terms keeps 24 bits of any range."""
-    ones = tl.where(inside, 1.0, 0.0).to(tl.bfloat16)
+    """Row i: the sum of g's rows j with inside[i, j] = 1, not 0; g in three bfloat16 terms: 24 bits of any range."""
+    ones = inside.to(tl.float32).to(tl.bfloat16)  # in two steps: the interpreter has no other way from integers
     first = g.to(tl.bfloat16)
     rest = g - first.to(tl.float32)
     second = rest.to(tl.bfloat16)
@@ -93,7 +99,9 @@ def _split_part(
     upper = i >= 32
     middle1 = 0.5 * tl.sum(tl.where(upper, 0.0, g), axis=0)[None, :]
     middle2 = 0.5 * tl.sum(tl.where(upper, g, 0.0), axis=0)[None, :]
-    relative = masked_sums(g, ((i // 32) == (j // 32)) & (j <= i), UPCAST) - tl.where(upper, middle2, middle1)
+    # Columns of the row's half up to the row: 0 <= i - j <= i % 32.
+    inside = 1 - sign((i - j) | (i % 32 - i + j))
+    relative = masked_sums(g, inside, UPCAST) - tl.where(upper, middle2, middle1)
     half1 = tl.exp2(middle1)
     half2 = tl.exp2(middle2)
     k = _rows(k_ptr, at, k_stride, col, mask) * rk
@@ -128,20 +136,19 @@ def _halved_part(
     k = _rows(k_ptr, at, k_stride, col, mask) * rk
     q = _rows(q_ptr, at, q_stride, col, mask) * rq
     A += tl.where(i == j, tl.sum(q * k, axis=1)[:, None], 0.0)
-    after = (j > i).to(tl.int32)
+    after = sign(i - j).to(tl.int32, bitcast=True)
     for level in tl.range(1, 7):
-        # Rows of a second half decay from the middle (j <= i), rows of a first half to it (j > i). One comparison a
-        # mask: a mask that is alive takes two scalar registers an element.
+        # Rows of a second half decay from the middle (j <= i), rows of a first half to it (j > i): 2 apart + .. is 1.
         apart = (i ^ j) >> (level - 1)
-        f = tl.exp2(masked_sums(g, (2 * apart + (after ^ ((i >> (level - 1)) & 1))) == 1, UPCAST))
+        f = tl.exp2(masked_sums(g, sign(((2 * apart + (after ^ ((i >> (level - 1)) & 1))) ^ 1) - 1), UPCAST))
         kd = (k * f).to(tl.bfloat16)
         qd = (q * f).to(tl.bfloat16)
         # What this adds above the diagonal is cut off by the caller.
         M += tl.where(apart == 1, dot(kd, tl.trans(kd), zero, UPCAST), 0.0)
         A += tl.where(apart == 1, dot(qd, tl.trans(kd), zero, UPCAST), 0.0)
     tl.store(gamma_at, tl.exp2(tl.sum(g, axis=0)[None, :]))
-    tl.store(qg_at, (q * tl.exp2(masked_sums(g, j <= i, UPCAST))).to(tl.bfloat16))
-    tl.store(kg_at, (k * tl.exp2(masked_sums(g, j > i, UPCAST))).to(tl.bfloat16))
+    tl.store(qg_at, (q * tl.exp2(masked_sums(g, sign(j - i - 1), UPCAST))).to(tl.bfloat16))
+    tl.store(kg_at, (k * tl.exp2(masked_sums(g, sign(i - j), UPCAST))).to(tl.bfloat16))
     return M, A
 
 
@@ -207,7 +214,7 @@ def kda_chunk_kernel(
         tile = place * (64 * D) + i[:, None] * D + part * PART + c[None, :]
         # K exp G once more: cheaper than keeping it through the inversion.
         g = _gates(z_ptr, dt_bias_ptr, rate, lower_bound, at, z_stride, col, mask, BOUNDED)
-        start = tl.exp2(masked_sums(g, i[None, :] <= i[:, None], UPCAST))
+        start = tl.exp2(masked_sums(g, sign(i[None, :] - i[:, None] - 1), UPCAST))
         start = (_rows(k_ptr, at, k_stride, col, mask) * rk * start).to(tl.float16)
         tl.store(w_ptr + tile, (-dot(t, start, zero, UPCAST)).to(tl.bfloat16))
         v = _rows(v_ptr, at, v_stride, col, mask).to(tl.bfloat16)
