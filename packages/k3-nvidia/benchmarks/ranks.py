@@ -137,7 +137,7 @@ def engines(todo: list[dict[str, Any]], processes: int, limits: argparse.Namespa
         for result in found:
             if result.ranks is None:
                 todo.append(result.case)
-                say(part="engines", case=result.case["name"], launch=launch, ok=False, why=result.why[-3000:])
+                say(part="engines", case=result.case["name"], launch=launch, ok=False, why=result.why[:4000])
             else:
                 yield result
 
@@ -271,7 +271,7 @@ def run_reductions(limits: argparse.Namespace) -> bool:
         per_rank=alone,
     ):
         if result.ranks is None:
-            say(part="reductions", tokens=result.case["tokens"], ok=False, why=result.why[-3000:])
+            say(part="reductions", tokens=result.case["tokens"], ok=False, why=result.why[:4000])
             right = False
             continue
         for rows in zip(*result.ranks, strict=True):
