@@ -67,7 +67,8 @@ _noted: dict[tuple[Any, int], int] | None = None
 def noting_storages() -> Iterator[dict[tuple[Any, int], int]]:
     """Within it, the largest storage behind each argument of each launched kernel: {(kernel, position): bytes}."""
     global _noted
-    _noted = found = {}
+    found: dict[tuple[Any, int], int] = {}
+    _noted = found
     try:
         yield found
     finally:

@@ -48,7 +48,7 @@ def situ_cases(dtype: torch.dtype, scale: Sizes) -> Iterator[Case]:
         shapes = [(67, 192), (512, 384), (5, 6144), (33, 33792)]
     elif scale == "huge":
         shapes = [(3, 192)]
-    variants = [(linear, ()) for linear in (LINEAR_BETA, None)]
+    variants: list[tuple[float | None, tuple[str, ...]]] = [(linear, ()) for linear in (LINEAR_BETA, None)]
     if scale == "huge":
         variants = [(LINEAR_BETA, ("x",)), (LINEAR_BETA, ("out",))]
     for i, (T, width) in enumerate(shapes):

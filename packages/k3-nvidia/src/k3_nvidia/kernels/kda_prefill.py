@@ -171,8 +171,9 @@ def _explicit_passes(
     start = hi = lo = inside[-1]  # not read unless a sequence was cut
     if plan.order.numel():
         start, hi, lo = _segment_matrices(plan, heads, out)
+    w, ut, qg, kg, a, gamma = inside
     tensors = kda_passes_cuda.Tensors(
-        *inside, plan.chunks, plan.segments, plan.order, start, hi, lo, out, state, slots, init
+        w, ut, qg, kg, a, gamma, plan.chunks, plan.segments, plan.order, start, hi, lo, out, state, slots, init
     )
     options = tuning.passes()
     if plan.order.numel():

@@ -80,7 +80,7 @@ def launch(kernel: str, shared: int | None = None) -> dict[str, Any]:
     return options
 
 
-def chunk_cuda() -> dict[str, int]:
+def chunk_cuda() -> dict[str, Any]:
     """How kda_chunk_cuda is compiled: blocks a multiprocessor, value channels at once; empty: the Triton kernels."""
     return dict(table().get("chunk_cuda", {}))
 
