@@ -151,6 +151,7 @@ def test_the_cute_product() -> None:
     compare_placed(lambda x, w: skinny_cute.skinny_cute(x, w, config), [x, weight], 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["prefix", "delta", "bank"])
 def test_the_ring_of_attn_res(which: str) -> None:
     """The form that the tuning table does not choose yet."""

@@ -26,13 +26,14 @@ def cases(operator: str, dtype: torch.dtype) -> list[Case]:
 
 
 def params(found: Mapping[str, Case]) -> list[Any]:
-    """Test parameters; where Triton interprets, a prompt's tensors are tried one of a kind unless all is asked for."""
+    """Test parameters. The interpreter takes up to minutes a case: there only the quick ones run unless all are asked
+    for (the marker "long"); on a device all run."""
     import pytest
 
-    few = {"recurrent_state", "q", "out"}
+    quick = {"route", "situ", "gated_norm", "state_gather", "state_scatter"}
     return [
         pytest.param(name, marks=pytest.mark.long)
-        if interpreting() and case.operator == "kda_prefill" and not few & set(case.options["far"])
+        if interpreting() and case.operator not in quick and case.options["far"] != ("conv_state",)
         else name
         for name, case in found.items()
     ]
