@@ -51,7 +51,7 @@ def log_ratio(shape: Sequence[int], rows: Sequence[Sequence[float]]) -> float:
 
     shape: heads, tokens of the batch, tokens of its longest sequence; a distance is the sum of the three doublings (the
     operator's time is that of its longest chain or of all its work, ours that of all its work). With each measured
-    shape left out of the table in turn, this rule picked the slower side twice in 44 and lost 6 per cent at most; the
+    shape left out of the table in turn, this rule picked the slower side twice in 45 and lost 6 per cent at most; the
     nearest neighbour did so eight times and lost up to 26.
     """
     total = weights = 0.0
