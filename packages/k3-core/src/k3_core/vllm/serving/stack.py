@@ -10,7 +10,7 @@ Auxiliary hidden states (for draft models) come in two readings: the prefix, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast
 
 import torch
@@ -68,7 +68,6 @@ class TextStack(Loadable, EagleModelMixin):
             self.norm = norm(text.hidden_size, text.rms_norm_eps)
             if self.schedule is not None:
                 self.output_attn_res = Mix(text, self.schedule.output_blocks, choose)
-        self.warming: list[int] | None = None
         self.aux_stream: AuxStream = aux_stream(vllm_config)
         if not self.last:
             # vLLM tells the last stage, where the draft is, and no other; the states have to come from all of them.
@@ -119,27 +118,6 @@ class TextStack(Loadable, EagleModelMixin):
         return IntermediateTensors(
             {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
         )
-
-    def running(self) -> Sequence[int]:
-        """Indices of the layers that a forward pass runs: this stage's, in a warm-up one of each kind."""
-        return range(self.start_layer, self.end_layer) if self.warming is None else self.warming
-
-    def different_layers(self) -> list[int]:
-        """The first layer of each kind: attention, feed-forward, blocks that its mixes read, whether it writes one.
-
-        Other layers of a kind launch the same kernels. The stage's first layer, before which no delta is pending, and
-        those with an auxiliary state before them are kinds of their own.
-        """
-        kinds: dict[Any, int] = {}
-        for index, layer in self.own_layers():
-            kind: tuple[Any, ...] = (type(layer.self_attn), layer.is_moe, index == self.start_layer)
-            if self.schedule is not None:
-                write = self.schedule.write_index(index) is not None
-                kind += (self.schedule.attn_blocks(index), self.schedule.mlp_blocks(index), write)
-            if index in self.aux_layers:
-                kind += (index,)
-            kinds.setdefault(kind, index)
-        return sorted(kinds.values())
 
     def own_layers(self) -> Iterator[tuple[int, Any]]:
         """(index, layer) of this stage."""

@@ -2,8 +2,7 @@
 
 Triton compiles a variant when it first meets its constants, dtypes, alignments, and integers that are one or divisible
 by 16. Token counts decide most of them: the model runs once, without metadata, at each count at which a tuning table
-or such a property changes, one layer of each kind (of the release's 93 about 25 differ in what they launch). KDA's
-kernels do not run without metadata, so one layer runs them on pools of its own.
+or such a property changes. KDA's kernels do not run without metadata, so one layer runs them on pools of its own.
 
 It happens in vLLM's own profiling run, the first forward pass of a model, so its memory is accounted for.
 ``K3_WARMUP=0`` leaves compilation to first use: a faster start with a cold cache, and slow first requests.
