@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("addresses are seen by the interpreter only; on a device: the sanitizer", allow_module_level=True)
 
-from k3_nvidia.kernels import attn_res, glue, kda_prefill, situ
+from k3_nvidia.kernels import attn_res, glue, kda_conv, kda_prefill, situ
 from k3_nvidia.kernels.kda_plan import plan_prefill
 
 
@@ -64,6 +64,26 @@ def test_short_conv(lengths: list[int]) -> None:
     with inside(x, weight, out, state, where, ends, fresh, plan.chunks) as strays:
         kda_prefill.short_conv(x, weight, state, where, ends, fresh, out=out, plan=plan)
     assert not strays
+
+
+def test_parts_of_a_convolution_far_apart() -> None:
+    """Parts of less than 2^31 elements, of which the third begins beyond them; untouched pages cost nothing."""
+    width, tokens = 128, 9_000_000
+    out = torch.empty(3, tokens, width, dtype=torch.bfloat16)
+    assert (tokens - 1) * width < 1 << 31 < 2 * (tokens - 1) * width
+    x, weight = torch.randn(64, 3 * width, dtype=torch.bfloat16), torch.randn(3 * width, 4)
+    state, ends = torch.zeros(2, 3 * width, 3), torch.tensor([0, 64], dtype=torch.int32)
+    slots, old = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.bool)
+    plan = plan_prefill([0, 64], 1, "cpu")
+    near = torch.empty(3, 64, width, dtype=torch.bfloat16)
+    for place in (out, near):
+        with inside(x, weight, place, state, slots, ends, old, plan.chunks) as strays:
+            kda_conv.short_conv_kernel[(3, 1, 2)](
+                x, weight, state, place, plan.chunks, ends, slots, old, x.stride(0), width, 4, *state.stride(), 1,
+                3 * width, width, place.stride(0), BC=128, PARTS=2,
+            )  # fmt: skip
+        assert not strays
+    assert torch.equal(out[:, :64], near)
 
 
 @pytest.mark.parametrize("config", [{"prefetch": True, "programs": 1}, {"programs": 2, "ring": 3}], ids=str)

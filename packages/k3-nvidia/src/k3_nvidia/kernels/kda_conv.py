@@ -80,7 +80,8 @@ def short_conv_kernel(
     w1 = tl.load(w_at + 1, mask=cmask, other=0.0)
     w2 = tl.load(w_at + 2, mask=cmask, other=0.0)
     w3 = tl.load(w_at + 3, mask=cmask, other=0.0)
-    out_at = out_ptr + token.to(tl.int64) * out_stride + (c + (c // part_channels) * (part_stride - part_channels))
+    part = (c // part_channels).to(tl.int64)  # two parts may be beyond 2^31 elements where one is not
+    out_at = out_ptr + token.to(tl.int64) * out_stride + c + part * (part_stride - part_channels)
     x_at = x_ptr + token.to(tl.int64) * x_stride + c
     live = slot > 0
     x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x_at, x_stride, token * 0, rows, channels, c)
