@@ -109,7 +109,8 @@ def guard() -> bool:
     """Have vLLM's second model runner count by :func:`count_and_clear`, in this process; whether it could be told to.
 
     It counts before it samples, from the very tensor that it samples from; the first runner counts afterwards, and
-    samples by ``torch.argmax``, which gives the place of a NaN.
+    samples by ``torch.argmax``, which gives the place of a NaN (with FlashInfer's sampler, top-k or top-p without a
+    seed, what a row of NaN gives is FlashInfer's affair and was not tried).
     """
     try:
         modules = [importlib.import_module(f"vllm.v1.worker.gpu.{name}") for name in COUNTERS]
