@@ -7,8 +7,6 @@ short convolution once read the rows before a part of a chunk that had none.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,36 +19,11 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("addresses are seen by the interpreter only; on a device: the sanitizer", allow_module_level=True)
 
+from triton.runtime.errors import InterpreterError
+
+from k3_core.testing.bounds import watched
 from k3_nvidia.kernels import attn_res, glue, kda_conv, kda_prefill, situ
 from k3_nvidia.kernels.kda_plan import plan_prefill
-
-
-@contextmanager
-def inside(*tensors: torch.Tensor) -> Iterator[list[int]]:
-    """Collects the addresses that lie in none of ``tensors``, as far as they were given before the launch."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    bounds = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
-    strays: list[int] = []
-
-    def watched(honest: Callable[..., Any], mask_at: int) -> Callable[..., Any]:
-        def run(self: Any, ptrs: Any, *args: Any) -> Any:
-            addresses = np.asarray(ptrs.data)[np.asarray(args[mask_at].data, dtype=bool)].astype(np.int64)
-            known = np.zeros(addresses.shape, dtype=bool)
-            for start, size in bounds:
-                known |= (addresses >= start) & (addresses < start + size)
-            strays.extend(addresses[~known].tolist())
-            return honest(self, ptrs, *args)
-
-        return run
-
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-    InterpreterBuilder.create_masked_load = watched(load, 0)
-    InterpreterBuilder.create_masked_store = watched(store, 1)
-    try:
-        yield strays
-    finally:
-        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
 
 
 @pytest.mark.parametrize("lengths", [[1], [33], [65], [1, 1, 2], [64, 3]])
@@ -61,9 +34,8 @@ def test_short_conv(lengths: list[int]) -> None:
     state = torch.zeros(1 + len(lengths), width, 3)
     where, ends = torch.arange(1, 1 + len(lengths), dtype=torch.int32), torch.tensor(bounds, dtype=torch.int32)
     fresh, plan = torch.ones(len(lengths), dtype=torch.bool), plan_prefill(bounds, 1, "cpu")
-    with inside(x, weight, out, state, where, ends, fresh, plan.chunks) as strays:
+    with watched():
         kda_prefill.short_conv(x, weight, state, where, ends, fresh, out=out, plan=plan)
-    assert not strays
 
 
 def test_parts_of_a_convolution_far_apart() -> None:
@@ -77,12 +49,11 @@ def test_parts_of_a_convolution_far_apart() -> None:
     plan = plan_prefill([0, 64], 1, "cpu")
     near = torch.empty(3, 64, width, dtype=torch.bfloat16)
     for place in (out, near):
-        with inside(x, weight, place, state, slots, ends, old, plan.chunks) as strays:
+        with watched():
             kda_conv.short_conv_kernel[(3, 1, 2)](
                 x, weight, state, place, plan.chunks, ends, slots, old, x.stride(0), width, 4, *state.stride(), 1,
                 3 * width, width, place.stride(0), BC=128, PARTS=2,
             )  # fmt: skip
-        assert not strays
     assert torch.equal(out[:, :64], near)
 
 
@@ -92,24 +63,23 @@ def test_attn_res(config: dict[str, Any]) -> None:
     prefix, delta, out = torch.randn(tokens, hidden), torch.randn(tokens, hidden), torch.empty(tokens, hidden)
     bank, norm, proj = torch.randn(tokens, 3, hidden), torch.randn(hidden), torch.randn(hidden)
     chosen = attn_res.Config(**{"chunk": 64, "warps": 4, "group": 2, "prefetch": False, **config})
-    with inside(prefix, delta, out, bank, norm, proj) as strays:
+    with watched():
         attn_res.attn_res(
             prefix, delta, bank, norm, proj, 1e-5, 2, write_block=2, output_norm_weight=norm, output_norm_eps=1e-5,
             out=out, config=chosen,
         )  # fmt: skip
-    assert not strays
 
 
 @pytest.mark.parametrize("rows", [1, 70])
 def test_situ(rows: int) -> None:
     x, out = torch.randn(rows, 2 * 136), torch.empty(rows, 136)
-    with inside(x, out) as strays:
+    with watched():
         situ.situ_and_mul(x, 4.0, 25.0, out=out)
-    assert not strays
 
 
 def test_it_would_be_seen() -> None:
-    x, weight = torch.randn(3, 40), torch.randn(40)
-    with inside(weight) as strays:
-        glue.rms_norm(x, weight, 1e-5)
-    assert strays
+    x, out, sizes = torch.randn(3, 40), torch.empty(9, 40), {"BR": 4, "BC": 64, "PDL": False}
+    with watched(), pytest.raises(InterpreterError, match="read outside"):
+        glue.sigmoid_fp32_kernel[(2,)](out, x, 8, 40, x.stride(0), **sizes)
+    with watched():
+        glue.sigmoid_fp32_kernel[(1,)](out, x, 3, 40, x.stride(0), **sizes)
