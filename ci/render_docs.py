@@ -4,9 +4,9 @@ data files, the numerics page from the operator table of k3_core (from this tree
     python ci/render_docs.py [--check]
 
 A result file is JSON with ``title, command, date, device, versions`` and ``rows`` (a list of flat objects), or a record
-of the vendors' harness (``environment``, and ``rows`` as an object of cases); sweeps stay out of the pages. Both have
-optionally ``notes`` (a list of sentences). ``--check`` writes nothing and fails if a page is out of date. Where torch
-is missing the numerics page is left as it is, and that is said.
+of the vendors' harness (``environment``, ``rows`` as an object of cases and, optionally, ``tables`` of rows by title);
+sweeps stay out of the pages. Both have optionally ``notes`` (a list of sentences). ``--check`` writes nothing and fails
+if a page is out of date. Where torch is missing the numerics page is left as it is, and that is said.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def recorded_section(path: Path) -> str:
     for word, rows in groups.items():
         text += [f"### {word}", ""] if word else []
         text += [table(rows), ""]
+    for title, rows in data.get("tables", {}).items():
+        text += [f"### {title}", "", table(rows), ""]
     return "\n".join([*text, *(note + "\n" for note in data.get("notes", []))])
 
 

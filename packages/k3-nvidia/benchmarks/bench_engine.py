@@ -33,6 +33,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of engine_worker are sent to it
 
+import engine_timeline
 import engine_worker
 import gpu_smoke
 import torch
@@ -107,7 +108,8 @@ def decode_ms(
         return result
     traces = [_traced(llm, lambda c=count: seconds(c)) for count in (8, 8 + traced_steps)]
     device = {k: round((traces[1][k] - traces[0][k]) / traced_steps, 3) for k in ("device_ms", "launches")}
-    return {**result, **device, "kernels": traces[1]["kernels"]}
+    timeline = engine_timeline.per_step(traces[1]["timeline"], traces[0]["timeline"], traced_steps)
+    return {**result, **device, "kernels": traces[1]["kernels"], "timeline": timeline}
 
 
 def _traced(llm: Any, call: Callable[[], Any]) -> dict[str, Any]:
@@ -135,7 +137,8 @@ def prefill_ms(llm: Any, length: int, repeats: int, traced: bool) -> dict[str, A
     if not traced:
         return result
     trace = _traced(llm, lambda: request(99))
-    return {**result, "device_ms": round(trace["device_ms"], 2), "kernels": trace["kernels"]}
+    timeline = engine_timeline.per_step(trace["timeline"])
+    return {**result, "device_ms": round(trace["device_ms"], 2), "kernels": trace["kernels"], "timeline": timeline}
 
 
 def rank(work: Path, options: argparse.Namespace, experts: str) -> None:
@@ -176,12 +179,21 @@ def rank(work: Path, options: argparse.Namespace, experts: str) -> None:
     llm.collective_rpc(engine_worker.randomise)
     llm.collective_rpc(engine_worker.watch)
     say(**who, **llm.collective_rpc(engine_worker.facts)[0])
+    cases: dict[str, Any] = {}
     for number in options.turns.rounds(options.rounds):
         for batch in BATCHES[:2] if small else BATCHES:
-            say(**who, round=number, decode_batch=batch, **decode_ms(llm, batch, 128, traced=number == 0))
+            found = decode_ms(llm, batch, 128, traced=number == 0)
+            if timeline := found.pop("timeline", None):
+                cases[f"decode {batch}"] = timeline
+            say(**who, round=number, decode_batch=batch, **found)
         for length in LENGTHS if not small else (300,):
             repeats = 5 if length < 16384 else 3
-            say(**who, round=number, prefill=length, **prefill_ms(llm, length, repeats, traced=number == 0))
+            found = prefill_ms(llm, length, repeats, traced=number == 0)
+            if (timeline := found.pop("timeline", None)) and length in (300, 8192):
+                cases[f"prefill {length}"] = timeline
+            say(**who, round=number, prefill=length, **found)
+        if number == 0:
+            say(**engine_timeline.line({k: v for k, v in who.items() if k != "part"}, cases))
     say(**who, compiled_while_serving=llm.collective_rpc(engine_worker.compiled)[0])
     del llm
 

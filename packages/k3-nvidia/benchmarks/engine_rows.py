@@ -3,7 +3,8 @@
 What is in <out>/engine.jsonl already is not run again; K3_BENCH_SECONDS (600) ends the last process. The page's rows
 are <out>/engine.json: per shape and batch or prompt our milliseconds, each rival's, and ours over the faster of the
 two, for the wall clock (``ms``) and for the device alone (``device_ms``). Several measurements of a part show their
-median. A start is in seconds: what the engine needed after its weights with warm caches.
+median. A start is in seconds: what the engine needed after its weights with warm caches. Lines ``timeline`` become
+tables of their own (``engine_timeline.tables``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import engine_timeline
 
 HERE = Path(__file__).resolve().parent
 #: (implementation, experts as bench_engine.py names them) -> column.
@@ -85,6 +88,14 @@ def write(out: Path) -> Path:
         "an engine needs after its weights (memory profile, warm-up, graphs) with warm caches."
     ]
     data = {"title": title, "environment": environment, "rows": rows(found), "notes": notes}
+    if where := engine_timeline.tables(found):
+        data["tables"] = where
+        notes.append(
+            "Where a step's time goes: an instant that several kernels cover counts for the one that started first; "
+            "sum of parts and gaps (device idle below 20 us) are the whole. Theirs: the faster rival. Projections: "
+            "every product but the router's and the head's, those of the shared experts included. Kernel by kernel: "
+            "the lines `timeline` of engine.jsonl."
+        )
     path = out / "engine.json"
     path.write_text(json.dumps(data, indent=1) + "\n")
     return path

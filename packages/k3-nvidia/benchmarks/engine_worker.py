@@ -83,11 +83,15 @@ def start_profile(worker: Any) -> None:
 
 
 def stop_profile(worker: Any, steps: int, top: int = 8) -> dict[str, Any]:
-    """Device time of a step over the ``steps`` recorded: see :func:`spans`; and the kernels that took the most."""
+    """Device time of a step over the ``steps`` recorded: see :func:`spans`; the kernels that took the most, and all
+    of them swept into times by name and part (``engine_timeline.sweep``), of all the steps together."""
+    import engine_timeline
+
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     _profile.__exit__(None, None, None)
     events = [e for e in _profile.events() if str(e.device_type).endswith("CUDA")]
+    launches = [(e.name, getattr(e, "device_resource_id", 0), e.time_range.start, e.time_range.end) for e in events]
     times = [(e.time_range.start, e.time_range.end) for e in events]
     total: dict[str, list[float]] = {}
     for e in events:
@@ -99,6 +103,7 @@ def stop_profile(worker: Any, steps: int, top: int = 8) -> dict[str, Any]:
         "device_ms": round(spans(times) / steps / 1e3, 3),
         "launches": round(len(events) / steps, 1),
         "kernels_us_and_count": {name: [round(us, 1), round(count, 1)] for name, (us, count) in largest},
+        "timeline": engine_timeline.sweep(launches, PAUSE_US),
     }
 
 
