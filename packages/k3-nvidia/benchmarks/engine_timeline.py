@@ -27,7 +27,10 @@ GAPS = "gaps"
 
 # Products of every library on both sides, by the names of kernels. What distinguishes them is their shape, which a name
 # does not tell: those of attention, shared experts and the latent are one part.
-PRODUCT = r"^nvjet|(?i:gemm|gemv)|cublas|splitKreduce|^vector_kernel|^dot_kernel|cutlass_kernel_ptrbf16|cutlass_kernel_\w*linear"
+PRODUCT = (
+    r"^nvjet|(?i:gemm|gemv)|cublas|splitKreduce|^vector_kernel|^dot_kernel"
+    r"|cutlass_kernel_ptrbf16|cutlass_kernel_\w*linear"
+)
 SAMPLED = r"ArgMax|argmax|(?i:sampl)|gumbel|topk_topp|penalt|_temperature|log_softmax|logprob"
 CHOICE = r"^route_kernel|group_topk|topkGating|topk_softmax|topk_sigmoid"
 
