@@ -34,11 +34,13 @@ DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu
 
 @dataclass
 class Case:
-    """call() runs the kernel; want() is the same in fp64, a tensor or several; bytes are read or written once."""
+    """call() runs the kernel; want() is the same in fp64, a tensor or several; bytes are read or written once.
+    tensors: the kernel's, where a sweep calls it another way."""
 
     call: Callable[[], Any]
     want: Callable[[], Any]
     bytes: int
+    tensors: tuple[torch.Tensor, ...] = ()
 
 
 def normal(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -122,9 +124,10 @@ def combine(tokens: int) -> Case:
     ids = torch.rand(tokens, EXPERTS, device=DEVICE).topk(TOP_K, -1)[1].int()
     out = torch.empty(tokens, LATENT, dtype=DTYPE, device=DEVICE)
     return Case(
-        lambda: moe_combine.combine(d, weights, ids, EXPERTS, None, out, pdl=True),
+        lambda: moe_combine.combine(d, weights, ids, EXPERTS, None, out, 512 if tokens <= 8 else 1024, True, True),
         lambda: (weights.double()[..., None] * d.double().unflatten(0, (tokens, TOP_K))).sum(1),
         tokens * (TOP_K + 1) * LATENT * 2,
+        (d, weights, ids, out),
     )
 
 

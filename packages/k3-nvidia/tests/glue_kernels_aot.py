@@ -19,10 +19,12 @@ from k3_core.testing import triton_aot
 from k3_nvidia.kernels import attn_res, attn_res_ring, glue
 from k3_nvidia.tuning import attn_res as tuning
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 ROWS = ("out_ptr", "prefix_ptr", "delta_ptr", "bank_ptr", "norm_ptr", "proj_ptr", "out_norm_ptr")
 ROWS += ("z_ptr", "f_ptr", "b_ptr", "weight_ptr", "x_ptr", "gate_ptr", "q_ptr", "latent_ptr", "zero_ptr")
-ROWS += ("x_q_ptr", "x_latent_ptr", "weight_q_ptr", "weight_latent_ptr")
+ROWS += ("o_ptr", "x_q_ptr", "x_latent_ptr", "weight_q_ptr", "weight_latent_ptr")
 TYPES = dict.fromkeys(ROWS, "*bf16") | {"beta_ptr": "*fp32", "eps": "fp32", "out_eps": "fp32"}
 HIDDEN = 7168
 
@@ -61,7 +63,31 @@ def variants() -> Iterator[Variant]:
         norms = {"BQ": 2048, "BL": 512, "BZ": 1024, "HAS_Q": True, "WHOLE": whole, "PDL": True}
         yield "low_rank_norms" + " whole" * whole, glue.low_rank_norms_kernel, norms, 4, None
     yield "sigmoid_mul", glue.sigmoid_mul_kernel, {"BLOCK": 1024, "PDL": True, "INTERPRET": False}, 4, None
-    yield "sigmoid_fp32", glue.sigmoid_fp32_kernel, {"BR": 256, "BC": 8, "PDL": True}, 4, None
+    yield from small_tiles()
+
+
+def small_tiles() -> Iterator[Variant]:
+    """The kernels whose tiles sweep_glue.py varies, each with all tiles it tries; what the table has bears no tile in
+    its name. The weighted sum and the choice of experts are in expert_kernels_aot.py."""
+    import sweep_glue
+
+    from k3_nvidia.kernels import kda_conv, situ
+    from k3_nvidia.tuning import glue as small
+    from k3_nvidia.tuning import kda
+
+    situ_names: dict[tuple[int, ...], str] = {}
+    for rows in (1, 128, 8192):
+        situ_names.setdefault(situ.blocks(rows, 2112), f"situ {rows}")
+    for tile in {*situ_names, *(t for tiles in sweep_glue.SITU.values() for t in tiles)}:
+        constants = {"ACT": 1, "BR": tile[0], "BC": tile[1], "INTERPRET": False, "PDL": True}
+        yield situ_names.get(tile, f"situ {tile}"), situ.situ_kernel, constants, tile[2], None
+    for elements, warps in {small.sigmoid(), *sweep_glue.SIGMOID}:
+        name = "sigmoid_fp32" if (elements, warps) == small.sigmoid() else f"sigmoid_fp32 {elements} {warps}"
+        yield name, glue.sigmoid_fp32_kernel, {"BR": elements // 8, "BC": 8, "PDL": True}, warps, None
+    norm = kda.launch("norm")
+    for rows, warps in {(norm["ROWS"], norm["num_warps"]), *sweep_glue.NORM}:
+        name = "gated_norm" if (rows, warps) == (norm["ROWS"], norm["num_warps"]) else f"gated_norm {rows} {warps}"
+        yield name, kda_conv.gated_norm_kernel, {"ROWS": rows, "D": 128, "PDL": True}, warps, None
 
 
 def main() -> None:
@@ -74,6 +100,7 @@ def main() -> None:
             continue
         seen.add(key)
         types = TYPES | ({"out_ptr": "*fp32"} if kernel is glue.sigmoid_fp32_kernel else {})
+        types |= dict.fromkeys(("beta", "linear_beta", "per_beta", "per_linear"), "fp32")
         options: dict[str, Any] = {"num_warps": warps}
         if registers:
             options["maxnreg"] = registers

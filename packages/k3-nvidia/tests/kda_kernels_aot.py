@@ -76,7 +76,7 @@ def variants(arch: int) -> list[tuple[str, Any, dict[str, Any]]]:
         ("before", kda_flash.flash_before_kernel, flash | {"BT": kda_flash.BT}),
         ("after", kda_flash.flash_after_kernel, flash),
         ("conv", kda_conv.short_conv_kernel, {"channel_stride": 1} | tuning.launch("conv")),
-        ("norm", kda_conv.gated_norm_kernel, {"D": DIM} | tuning.launch("norm")),
+        ("norm", kda_conv.gated_norm_kernel, {"D": DIM, "PDL": True, "launch_pdl": True} | tuning.launch("norm")),
     ]
     for entry in tuning.table()["decode"]:
         programs = entry["up_to"] or 10**9

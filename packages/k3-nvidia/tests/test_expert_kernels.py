@@ -432,6 +432,26 @@ def test_combine_with_a_map_gives_the_bits_of_the_local_ids() -> None:
     assert torch.isfinite(outs[0]).all()
 
 
+@pytest.mark.parametrize(("tokens", "top_k", "latent", "block"), [(3, 6, 200, 128), (1, 16, 64, 64), (2, 1, 96, 256)])
+def test_combine_without_ids_gives_the_bits_of_combine(tokens: int, top_k: int, latent: int, block: int) -> None:
+    """Where every slot counts the ids are not read: other ids, even none of this rank's, change nothing."""
+    gen = torch.Generator().manual_seed(tokens)
+    padded = torch.full((tokens * top_k, latent + 8), float("nan"), device=DEVICE)
+    d = padded[:, :latent].copy_(torch.randn(tokens * top_k, latent, generator=gen))
+    weights, ids = torch.rand(tokens, top_k, generator=gen).to(DEVICE), choices(tokens, 20, top_k)
+    whole = torch.full((3, tokens, latent + 16), float("nan"), device=DEVICE)
+    outs = [x[:, :latent] for x in whole]
+    moe_combine.combine(d, weights, ids, 20, None, outs[0], block)
+    moe_combine.combine(d, weights, ids, 20, None, outs[1], block, every=True)
+    moe_combine.combine(d, weights, torch.full_like(ids, -1), 20, None, outs[2], block, every=True)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert torch.isfinite(outs[0]).all()
+    assert whole[:, :, latent:].isnan().all()
+    with pytest.raises(ValueError, match="where no map"):
+        moe_combine.combine(d, weights, ids, 20, ids[0], outs[0], block, every=True)
+
+
 def test_refusals_name_the_reason() -> None:
     assert "sigmoid" in router.supports(896, 16, score="softmax")[1]
     assert "groups" in router.supports(896, 16, 4, 2)[1]

@@ -25,7 +25,7 @@ MIDDLE = tuple(f"{kernel} 384 plan{i}" for kernel in ("w13", "w2") for i in (4, 
 #: Everything around the products.
 AROUND = (
     "logits 16", "route 0", "route 1", "route 2", "route 3", "list few", "list small", "mark", "count", "place",
-    "combine", "situ", "repack",
+    "combine", "combine every", "situ", "repack",
 )  # fmt: skip
 ONE = tuple(f"{kernel} one {width}" for kernel in ("w13", "w2") for width in (192, 384))
 GATE = (*DECODE, *ONE, *MIDDLE, *LONG, "w13 wide scales", *AROUND)

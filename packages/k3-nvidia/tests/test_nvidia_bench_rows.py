@@ -114,3 +114,42 @@ def test_cases_of_the_small_kernels_are_right_and_count_their_bytes() -> None:
         case = make(bench_glue.RANGES.get(name, (1, 1))[0])
         bench_glue.check(case)
         assert case.bytes > 0, name
+
+
+def test_tiles_of_the_small_kernels_are_right() -> None:
+    """Every tile that the sweep may choose, at a size that the interpreter can run, and the present one among them."""
+    import bench_glue
+    import sweep_glue
+
+    for kernel, (sizes, make) in sweep_glue.KERNELS.items():
+        case, variants = make(3 if kernel == "gated_norm" else sizes[0])
+        assert len(variants) > 1, kernel
+        if kernel == "choice and list":
+            continue  # its product needs minutes in the interpreter; the choice is the same one
+        for call in variants.values():
+            bench_glue.check(bench_glue.Case(call, case.want, case.bytes))
+
+
+def test_a_tile_takes_the_place_of_another_where_it_gains() -> None:
+    import sweep_glue
+
+    rows: dict[str, dict[str, Any]] = {
+        "situ dense T1": {"us": {"1-512-4": 2.0, "1-256-2": 1.0, "1-128-1": 0.5}},
+        "situ dense T32": {"us": {"1-512-4": 2.0, "1-256-2": 1.9}, "1-128-1 failed": "wrong"},
+        "situ shared T1": {"error": "no", "us": {"1-512-4": 2.0, "1-128-1": 0.1}},
+        "situ dense T128": {"us": {"4-128-4": 2.0, "8-64-4": 1.99}},
+        "choice T1": {"us": {"4": 3.0, "1": 2.0}},
+        "choice T32": {"us": {"4": 3.0, "1": 9.0}},
+        "choice and list T1": {"us": {"8": 3.0, "4": 2.0}},
+        "weighted sum T8": {"us": {"ids 512": 2.0, "every 512": 1.5, "every 128": 1.2}},
+    }
+    names = sweep_glue.won(rows)
+    assert names == {
+        "situ up to 64": "1-256-2", "situ up to 2048": "4-128-4", "choice few": "4", "choice listing": "4",
+        "weighted sum T8": "every 128",
+    }  # fmt: skip
+    table = sweep_glue.table_of(names, "a GPU")
+    assert [tuple(entry.values()) for entry in table["situ"]][:2] == [(64, 1, 256, 2), (2048, 4, 128, 4)]
+    assert table["choice"] == {"listing": 4, "few": 4, "many": 1}
+    assert table["measured"].startswith("a GPU, ")
+    assert sweep_glue.tuning.table()["measured"] != table["measured"], "the table in use is not the one written"

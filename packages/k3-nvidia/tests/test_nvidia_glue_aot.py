@@ -50,6 +50,16 @@ def test_what_the_design_rests_on() -> None:
     ring = rows["ring"]
     assert ring["copies"] == 7 * 4, f"seven pieces of a row, three rows ahead and one a turn: {ring}"
     assert REGISTERS_PER_MULTIPROCESSOR // (-(-ring["registers"] // 8) * 8 * 32) >= 16, f"two programs must fit: {ring}"
-    for name in ("ring", "kda_inputs", "rms_norm", "low_rank_norms", "sigmoid_mul"):
+    waiting = (
+        "ring",
+        "kda_inputs",
+        "rms_norm",
+        "low_rank_norms",
+        "sigmoid_mul",
+        "sigmoid_fp32",
+        "gated_norm",
+        "situ 1",
+    )
+    for name in waiting:
         assert rows[name]["wait"] >= 1, f"{name} does not wait for the kernel before: {rows[name]}"
     assert rows["kda_inputs"]["tensor_core"] >= 1

@@ -255,14 +255,17 @@ def _products(
     act: tuple[int, float, float],
     plan: Plan,
     out: torch.Tensor,
+    every: bool = False,
 ) -> torch.Tensor:
+    """every: each id names an expert of this rank."""
     tokens, top_k = topk_ids.shape
     one13, one2 = one_token(weights, tokens, top_k, plan)
     y = run_w13_one(x, weights, lst, act, plan) if one13 else run_w13(x, weights, lst, top_k, act, plan)
     if one2:
         return run_w2_one(y, weights, lst, topk_weights, plan, out)
     d = run_w2(y, weights, lst, plan)
-    return combine(d, topk_weights, topk_ids, weights.num_experts, expert_map, out, plan.combine_block, plan.pdl)
+    block, pdl = plan.combine_block, plan.pdl
+    return combine(d, topk_weights, topk_ids, weights.num_experts, expert_map, out, block, pdl, every)
 
 
 def moe_forward(
@@ -298,7 +301,9 @@ def moe_forward(
         factor=routed_scaling_factor, expert_map=expert_map, pdl=plan.pdl, block_n2=sum(plan.down_n),
     )  # fmt: skip
     _check(latent, weights, topk_ids)
-    return _products(latent, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out)
+    # The router chose top_k different experts of its own rows, whatever the logits: NaN has a place in its order, too.
+    every = expert_map is None and router_weight.shape[0] == weights.num_experts
+    return _products(latent, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out, every)
 
 
 def _device_name() -> str:

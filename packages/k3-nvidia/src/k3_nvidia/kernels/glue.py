@@ -26,6 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_core.operators.triton_host import Launcher, interpreting
+from k3_nvidia.tuning import glue as tuning
 
 #: Rows up to which ``kda_inputs`` multiplies; more are a library's product.
 MAX_ROWS = 16
@@ -209,10 +210,10 @@ def sigmoid_fp32(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     rows, columns = x.shape
     if rows:
-        wide = triton.next_power_of_2(columns)
-        tall = max(1, min(2048 // wide, triton.next_power_of_2(rows)))
+        wide, (most, warps) = triton.next_power_of_2(columns), tuning.sigmoid()
+        tall = max(1, min(most // wide, triton.next_power_of_2(rows)))
         _sigmoid_fp32(
-            (triton.cdiv(rows, tall),), out, x, rows, columns, x.stride(0), BR=tall, BC=wide, num_warps=4,
+            (triton.cdiv(rows, tall),), out, x, rows, columns, x.stride(0), BR=tall, BC=wide, num_warps=warps,
             **launch_options(pdl(x)),
         )  # fmt: skip
     return out

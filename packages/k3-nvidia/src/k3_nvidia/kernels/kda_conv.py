@@ -13,6 +13,7 @@ Formulas: k3_core.contracts.kda. Both keep fp32 inside and round once.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_nvidia.kernels.kda_math import sigmoid
 
@@ -148,17 +149,21 @@ def short_conv_kernel(
 @triton.jit(do_not_specialize=["tokens", "num_heads"])
 def gated_norm_kernel(
     o_ptr, gate_ptr, weight_ptr, out_ptr, o_stride, gate_stride, out_stride, eps, tokens, num_heads,
-    ROWS: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of ROWS (token, head) rows)."""
+    """Grid (blocks of ROWS (token, head) rows). PDL: only the weight is read while the kernel before still runs."""
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, D)[None, :]
     mask = (row < tokens.to(tl.int64) * num_heads)[:, None]
     token = (row // num_heads)[:, None]
     col = ((row % num_heads) * D)[:, None] + c
+    weight = tl.load(weight_ptr + c).to(tl.float32)
+    if PDL:
+        gdc_wait()
     o = tl.load(o_ptr + token * o_stride + col, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + token * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + c).to(tl.float32)
     scale = tl.rsqrt(tl.sum(o * o, axis=1) * (1.0 / D) + eps)[:, None]
     y = o * scale * weight * sigmoid(gate)
     tl.store(out_ptr + token * out_stride + col, y.to(out_ptr.dtype.element_ty), mask=mask)

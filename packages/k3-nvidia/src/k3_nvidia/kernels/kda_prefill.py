@@ -18,6 +18,7 @@ from k3_core.operators import CallSpec
 from k3_core.operators.triton_host import Launcher
 from k3_nvidia.kernels import kda_checks as checks
 from k3_nvidia.kernels import kda_chunk_cuda, kda_flash, kda_passes_cuda
+from k3_nvidia.kernels.glue import launch_options, pdl
 from k3_nvidia.kernels.kda_chunk import CHUNK, kda_chunk_kernel, kda_prepare_kernel
 from k3_nvidia.kernels.kda_conv import gated_norm_kernel, short_conv_kernel
 from k3_nvidia.kernels.kda_math import LOG2E, MAX_HALF_RANGE
@@ -336,7 +337,7 @@ def gated_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, *, out: Tens
     _gated_norm(
         (-(-tokens * heads // options["ROWS"]),),
         o, gate, weight, out, checks.row_stride(o), checks.row_stride(gate), checks.row_stride(out), eps, tokens, heads,
-        D=dim, **options,
+        D=dim, **options, **launch_options(pdl(o)),
     )  # fmt: skip
     return out
 

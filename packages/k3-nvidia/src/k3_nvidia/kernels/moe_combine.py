@@ -20,9 +20,9 @@ from k3_nvidia.kernels.moe_worklist import local_ids
 @triton.jit
 def combine_kernel(
     d_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr, latent, num_local, top_k, stride_d, stride_out,
-    TK: tl.constexpr, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, PDL: tl.constexpr,
+    TK: tl.constexpr, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, EVERY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (column block, token)."""
+    """Program (column block, token). EVERY: all slots count, the ids are not read."""
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < latent
@@ -30,7 +30,14 @@ def combine_kernel(
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros((BLOCK,), tl.float32)
-    if HAS_MAP:
+    if EVERY:
+        # Where rows are found without ids, they and the weights arrive in the time of one load instead of two.
+        for k in tl.static_range(TK):
+            used = k < top_k
+            weight = tl.load(weights_ptr + token * top_k + k, mask=used, other=0.0)
+            d = tl.load(d_ptr + (token * top_k + k) * stride_d + column, mask=inside & used, other=0.0)
+            acc += tl.where(used, weight * d.to(tl.float32), 0.0)
+    elif HAS_MAP:
         # A rank of many holds few of a token's experts: only those slots are visited.
         slot = tl.arange(0, TK)
         used = slot < top_k
@@ -65,8 +72,15 @@ def combine(
     out: torch.Tensor,
     block: int = 1024,
     pdl: bool = False,
+    every: bool = False,
 ) -> torch.Tensor:
-    """d [T top_k, L] in pair order -> ``out`` [T, L] (any row stride); ids and map as in ``experts``."""
+    """d [T top_k, L] in pair order -> ``out`` [T, L] (any row stride); ids and map as in ``experts``.
+
+    every: the caller knows that each id names an expert of this rank, so that all rows of d were written; only without
+    a map (ValueError).
+    """
+    if every and expert_map is not None:
+        raise ValueError("combine: every slot counts only where no map says which experts are here")
     tokens, top_k = topk_ids.shape
     if tokens == 0:
         return out
@@ -76,6 +90,6 @@ def combine(
     combine_kernel[(triton.cdiv(latent, block), tokens)](
         d, topk_weights, topk_ids, topk_ids if expert_map is None else expert_map, out, latent, num_local, top_k,
         d.stride(0), out.stride(0), TK=triton.next_power_of_2(top_k), BLOCK=block, HAS_MAP=expert_map is not None,
-        PDL=pdl, num_warps=4, **options,
+        EVERY=every, PDL=pdl, num_warps=max(1, min(4, block // 128)), **options,
     )  # fmt: skip
     return out

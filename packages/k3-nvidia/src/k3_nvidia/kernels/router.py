@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_core.operators.triton_host import interpreting
+from k3_nvidia.kernels.glue import pdl as dependent
 from k3_nvidia.kernels.moe_worklist import (
     ONE_LAUNCH_TOKENS,
     Worklist,
@@ -33,6 +34,7 @@ from k3_nvidia.kernels.moe_worklist import (
     local_ids,
     mark,
 )
+from k3_nvidia.tuning import glue as tuning
 
 
 @triton.jit(do_not_specialize=["tokens", "steps", "zero_words"])
@@ -250,7 +252,7 @@ def _launch_route(
         return weights, ids
     tk = triton.next_power_of_2(top_k)
     # One warp a token is right where tokens fill the device; alone it takes 18 us where four take 6.
-    warps = 8 if mode >= 2 else 4 if tokens <= ONE_LAUNCH_TOKENS else 1
+    warps = tuning.choice_warps(mode >= 2, tokens <= ONE_LAUNCH_TOKENS)
     words = triton.next_power_of_2(triton.cdiv(tokens, 32)) if mode == 2 else 1
     chunk = 512 if lst is None or mode != 3 else few(tokens, tk)
     dummy = ids
@@ -288,8 +290,9 @@ def route(
     if logits.dtype != torch.float32 or logits.stride(-1) != 1:
         raise ValueError("route: logits must be float32 with a contiguous last axis")
     return _launch_route(
-        logits.unsqueeze(0), correction_bias, top_k, renormalize, routed_scaling_factor, None, 0, 0, None, False
-    )
+        logits.unsqueeze(0), correction_bias, top_k, renormalize, routed_scaling_factor, None, 0, 0, None,
+        dependent(logits),
+    )  # fmt: skip
 
 
 def route_and_list(

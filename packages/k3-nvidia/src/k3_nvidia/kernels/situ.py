@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_core.operators.triton_host import Launcher, interpreting
 from k3_nvidia.kernels.glue import launch_options, pdl
+from k3_nvidia.tuning import glue as tuning
 
 
 @triton.jit
@@ -100,15 +101,11 @@ def situ_kernel(
     tl.store(out_ptr + row[:, None] * stride_out + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-#: Rows up to which every program has one, and beyond which it has sixteen: few tokens want many small programs.
-FEW_ROWS, MANY_ROWS = 64, 2048
-
-
-def blocks(rows: int, width: int) -> tuple[int, int]:
-    """(rows, columns) of a program; widths that are no multiple of 1024 would leave lanes idle, 128 seldom does."""
-    if rows <= FEW_ROWS:
-        return 1, min(512, triton.next_power_of_2(width))
-    return (4 if rows <= MANY_ROWS else 16), 128
+def blocks(rows: int, width: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program: few tokens want many small programs, and a width that is no multiple of the
+    columns leaves lanes idle (2112 is none of 512)."""
+    tile = tuning.situ(rows)
+    return tile["rows"], min(tile["columns"], triton.next_power_of_2(width)), tile["warps"]
 
 
 _situ = Launcher(situ_kernel)
@@ -138,11 +135,11 @@ def situ_and_mul(
     if tokens == 0:
         return out
     act, b, lb = activation_code("situ", beta, linear_beta)
-    tall, wide = blocks(tokens, width)
+    tall, wide, warps = blocks(tokens, width)
     _situ(
         (triton.cdiv(tokens, tall), triton.cdiv(width, wide)), x, out, tokens, width, b, lb, 1.0 / b, 1.0 / lb,
         x.stride(0), out.stride(0), ACT=act, BR=tall, BC=wide,
-        INTERPRET=interpreting(), num_warps=4, **launch_options(pdl(x)),
+        INTERPRET=interpreting(), num_warps=warps, **launch_options(pdl(x)),
     )  # fmt: skip
     return out
 
@@ -156,4 +153,4 @@ def supports(dtype: torch.dtype) -> tuple[bool, str]:
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, int]]:
     """Token counts at which the block of a program changes."""
-    return [{"tokens": FEW_ROWS}, {"tokens": MANY_ROWS}]
+    return [{"tokens": rows} for rows in tuning.situ_edges()]

@@ -38,5 +38,5 @@ def sigmoid() -> tuple[int, int]:
 
 
 def choice_warps(listing: bool, few: bool) -> int:
-    """Warps of a program that chooses one token's experts; listing: it may also build the list; few: up to 128 tokens."""
+    """Warps of a program that chooses a token's experts; listing: it may also build the list; few: up to 128 tokens."""
     return int(table()["choice"]["listing" if listing else "few" if few else "many"])
