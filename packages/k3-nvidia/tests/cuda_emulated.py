@@ -16,7 +16,13 @@ from k3_nvidia.kernels import cuda_host
 
 HERE = Path(__file__).resolve().parent
 #: Type of the parameter, by kernel.
-ARGUMENTS = {"kda_chunk_cuda": "Args", "kda_pass_cuda": "PassArgs", "kda_scan_cuda": "ScanArgs"}
+ARGUMENTS = {
+    "kda_chunk_cuda": "Args",
+    "kda_pass_cuda": "PassArgs",
+    "kda_scan_cuda": "ScanArgs",
+    "kda_scan_bulk_cuda": "ScanArgs",
+    "experts_cuda": "ExpertArgs",
+}
 _libraries: dict[tuple[str, str, tuple[tuple[str, int], ...]], ctypes.CDLL] = {}
 Edit = Callable[[str, str], str]
 
@@ -45,7 +51,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch, edit: Edit | None = None, seed: in
     ran: list[str] = []
 
     def call(
-        self: cuda_host.CudaKernel, grid: tuple[int, int, int], arguments: ctypes.Structure, device: torch.device
+        self: cuda_host.CudaKernel,
+        grid: tuple[int, int, int],
+        arguments: ctypes.Structure,
+        device: torch.device,
+        overlap: bool = False,
     ) -> None:
         ran.append(self.entry)
         kernel = library(self.name, self.entry, self.definitions, edit)

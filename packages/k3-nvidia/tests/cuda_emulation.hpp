@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <random>
@@ -33,6 +34,10 @@ struct Barrier { int arrived = 0; long generation = 0; };
 // An mbarrier: completed phases; of the current one, arrivals to come and bytes to come.
 struct Phases { long done = 0; int count = 0, arrivals = 0; long bytes = 0; };
 struct Copy { char *to; const void *from; int bytes; char *bar; };
+// What one thread asked for in pieces of 16 bytes, and the barrier at which it arrives when all are there.
+struct Pieces { std::vector<Copy> copies; char *bar; };
+// Products that a thread has asked for, a list a group of them.
+typedef std::vector<std::vector<std::function<void()>>> Products;
 
 struct Emulator {
     std::vector<ucontext_t> fibers;
@@ -46,6 +51,10 @@ struct Emulator {
     Barrier barriers[16];
     std::map<char *, Phases> phases;
     std::vector<Copy> copies;  // asked for, not yet there
+    std::vector<Pieces> pieces;
+    std::vector<std::vector<Copy>> wanted;  // a thread's pieces that no arrival stands for yet
+    std::vector<Products> products;
+    bool late = false;  // products of this block read their operands when they are waited for, not when they are asked for
     char *shared = nullptr;
     int current = 0, threads = 0;
     std::mt19937 random{1};
@@ -84,6 +93,13 @@ struct Emulator {
         phases[c.bar].bytes -= c.bytes;
         settle(phases[c.bar]);
     }
+    void bring_pieces(size_t i) {
+        const Pieces p = pieces[i];
+        pieces.erase(pieces.begin() + i);
+        for (const Copy &c : p.copies) std::memcpy(c.to, c.from, c.bytes);
+        phases[p.bar].arrivals--;
+        settle(phases[p.bar]);
+    }
     // False where every thread waits for something that never comes.
     template <class Body> bool run(int count, int shared_bytes, Body body) {
         threads = count;
@@ -98,6 +114,10 @@ struct Emulator {
         for (Barrier &b : barriers) b = Barrier();
         phases.clear();
         copies.clear();
+        pieces.clear();
+        wanted.assign(count, {});
+        products.assign(count, Products(1));
+        late = random() % 2;
         shared = (char *)std::aligned_alloc(1024, (shared_bytes + 1023) / 1024 * 1024);
         std::memset(shared, 0xff, shared_bytes);
         static Body *entry;
@@ -119,6 +139,7 @@ struct Emulator {
         int ahead = 0;
         while (left) {
             if (!copies.empty() && random() % 256 == 0) bring(random() % copies.size());
+            if (!pieces.empty() && random() % 4 == 0) bring_pieces(random() % pieces.size());
             // One warp runs ahead until it must wait, so that races of distant warps come up too.
             current = random() % 8 ? ahead * 32 + random() % 32 : random() % count;
             if (++idle > 1000000) break;
@@ -242,10 +263,25 @@ inline void bulk_copy(char *to, const void *from, int bytes, char *bar) {
     emulator.copies.push_back({to, from, bytes, bar});
 }
 inline int count_one(char *counter) { int x; std::memcpy(&x, counter, 4); int y = x + 1; std::memcpy(counter, &y, 4); return x; }
+inline void grid_wait() {}
+inline void grid_next() {}
+inline void stores_done() {}
 inline void products_begin() {}
-inline void products_commit() {}
-// A warp leaves together: what its lanes read is read.
-template <int PENDING> inline void products_end() { emulator.meet({0}); }
+inline void products_commit() { emulator.products[emulator.current].emplace_back(); }
+// Products run as late as they may, or at once. A warp leaves together: what its lanes read is read.
+template <int PENDING> inline void products_end() {
+    Products &mine = emulator.products[emulator.current];
+    while ((int)mine.size() > PENDING + 1) {
+        const auto group = mine.front();
+        mine.erase(mine.begin());
+        for (const auto &product : group) product();
+    }
+    emulator.meet({0});
+}
+inline void asked(std::function<void()> product) {
+    if (emulator.late) emulator.products[emulator.current].back().push_back(product);
+    else product();
+}
 inline void pinned(float &) {}
 inline void pinned(unsigned &) {}
 // A descriptor's element: rows of 128 bytes, eight of them apart by `stride`, tiles of 64 columns apart by `leading`, the 16-byte
@@ -272,5 +308,17 @@ inline void warpgroup_product(float (*c)[4], const unsigned *a, u64_ b, int tile
         c[j][i] = (float)sum;
     }
 }
-inline void product64(float (*c)[4], const unsigned *a, u64_ b) { warpgroup_product(c, a, b, 8, false); }
-inline void product128(float (*c)[4], const unsigned *a, u64_ b) { warpgroup_product(c, a, b, 16, true); }
+inline void product64(float (*c)[4], const unsigned *a, u64_ b) { asked([=] { warpgroup_product(c, a, b, 8, false); }); }
+inline void product128(float (*c)[4], const unsigned *a, u64_ b) { asked([=] { warpgroup_product(c, a, b, 16, true); }); }
+// c [64, N] += a [64, 16] b [16, N], both in shared memory; this warp's rows are a quarter of a's.
+template <int N> inline void product(float (*c)[4], u64_ a, u64_ b) {
+    asked([=] {
+        const int g = self() / 4, t = self() % 4, warp = emulator.current / 32 % 4;
+        for (int i = 0; i < N / 2; i++) {
+            double sum = c[i / 4][i % 4];
+            for (int k = 0; k < 16; k++)
+                sum += (double)right(a, k, 16 * warp + g + i % 4 / 2 * 8, false) * right(b, k, i / 4 * 8 + 2 * t + i % 2, false);
+            c[i / 4][i % 4] = (float)sum;
+        }
+    });
+}

@@ -1,4 +1,4 @@
-"""kda_chunk.cu, kda_passes.cu and kda_scan.cu without a GPU: the sources run on the CPU, fiber by fiber.
+"""kda_chunk.cu, kda_passes.cu and the scans without a GPU: the sources run on the CPU, fiber by fiber.
 
 Threads run in random order, copies arrive when they like and shared memory starts as NaN, so a missing barrier shows.
 Mutants of the sources must be caught. What the emulation cannot show: the accuracy of the special functions, and speed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_mutants_of_the_chunk_kernel_are_caught(what: str, old: str, new: str, m
 
 
 def prefill_errors(
-    monkeypatch: pytest.MonkeyPatch, passes: dict[str, dict[str, int]], state_dtype: torch.dtype, cut: int
+    monkeypatch: pytest.MonkeyPatch, passes: dict[str, Any], state_dtype: torch.dtype, cut: int
 ) -> tuple[float, float]:
     """Error norms of outputs and states of a batch against the contract in fp64."""
     monkeypatch.setattr(kda_chunk_cuda, "refusal", lambda *_: "")
@@ -177,19 +178,20 @@ def prefill_errors(
     return ((got.double() - want).norm() / want.norm()).item(), states.item()
 
 
-TRITON: dict[str, dict[str, int]] = {}
+TRITON: dict[str, Any] = {}
 EXPLICIT = {"local": {"groups": 2, "stages": 2}, "output": {"groups": 1, "stages": 2}}
+BULK = EXPLICIT | {"scan": {"rows": 16, "stages": 2}, "overlap": True}
 
 
 @pytest.mark.parametrize("cut", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("passes", [TRITON, EXPLICIT], ids=["triton", "explicit"])
+@pytest.mark.parametrize("passes", [TRITON, EXPLICIT, BULK], ids=["triton", "explicit", "bulk"])
 def test_prefill_is_the_contract(
-    passes: dict[str, dict[str, int]], dtype: torch.dtype, cut: int, monkeypatch: pytest.MonkeyPatch
+    passes: dict[str, Any], dtype: torch.dtype, cut: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = emulated(monkeypatch)
     out, state = prefill_errors(monkeypatch, passes, dtype, cut)
-    cuts = ["kda_pass_cuda", "kda_scan_cuda"] if cut else []
+    cuts = ["kda_pass_cuda", "kda_scan_bulk_cuda" if passes is BULK else "kda_scan_cuda"] if cut else []
     assert ran == ["kda_chunk_cuda"] + ([*cuts, "kda_pass_cuda"] if passes else [])
     assert out < 8e-3
     assert state < 8e-3
@@ -203,15 +205,17 @@ PASS_MUTANTS = [
     ("the scan reads what it writes", "shared + i % 2 * 8192", "shared"),
     ("the scan starts with the first segment's transition", "args.hi + base + step + k", "args.hi + base + k"),
     ("the initial state everywhere", "values && (OUTPUT ? !several : first);", "values;"),
+    ("the bulk scan's pieces in plain order", "(row0 / 16 % 4 * 2 + t / 2) ^ g", "row0 / 16 % 4 * 2 + t / 2"),
+    ("the bulk scan's channels in plain order", "y.x = (x[0] & 0xffff) | x[1] << 16;", "y.x = x[0];"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("what", "old", "new"), PASS_MUTANTS, ids=[m[0] for m in PASS_MUTANTS])
 def test_mutants_of_the_passes_are_caught(what: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scan = what.startswith("the scan")
+    scan, form = what.startswith("the scan"), BULK if "bulk scan" in what else EXPLICIT
     emulated(monkeypatch, edit_of("kda_scan" if scan else "kda_passes", old, new))
     cut = 3 if "a stage" in what else 1  # a stage comes again after three chunks; transitions matter in short segments
-    found = prefill_errors(monkeypatch, EXPLICIT, torch.float32, cut)
+    found = prefill_errors(monkeypatch, form, torch.float32, cut)
     assert not max(found) < 8e-3, (what, found)
 
 

@@ -18,6 +18,26 @@ from typing import Any
 import torch
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Value(ctypes.Union):
+    _fields_ = [("number", ctypes.c_int), ("pad", ctypes.c_char * 64)]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", _Value)]
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig of the driver."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
 def _nvrtc_names() -> Iterator[str]:
@@ -136,14 +156,23 @@ class CudaKernel:
         )
         return kernel
 
-    def __call__(self, grid: tuple[int, int, int], arguments: ctypes.Structure, device: torch.device) -> None:
-        """Launches on the current stream of ``device``, which must be the current device."""
+    def __call__(
+        self, grid: tuple[int, int, int], arguments: ctypes.Structure, device: torch.device, overlap: bool = False
+    ) -> None:
+        """Launches on the current stream of ``device``, which must be the current device.
+
+        overlap: it may start before the kernel before it has ended (programmatic dependent launch); its source then
+        waits (griddepcontrol.wait) before it touches what that kernel reads or writes.
+        """
         index = torch.cuda.current_device() if device.index is None else device.index
         kernel = self.function(index)
         pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        code = _driver().cuLaunchKernel(
-            kernel, *grid, self.threads, 1, 1, self.shared,
-            ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream), pointers, None,
-        )  # fmt: skip
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        if overlap:
+            attribute = _Attribute(kind=OVERLAP, value=_Value(number=1))
+            launch = _Launch(*grid, self.threads, 1, 1, self.shared, stream, ctypes.pointer(attribute), 1)
+            code = _driver().cuLaunchKernelEx(ctypes.byref(launch), kernel, pointers, None)
+        else:
+            code = _driver().cuLaunchKernel(kernel, *grid, self.threads, 1, 1, self.shared, stream, pointers, None)
         if code:
             _check(code, f"launch {self.entry}")

@@ -177,11 +177,13 @@ def _explicit_passes(
         w, ut, qg, kg, a, gamma, plan.chunks, plan.segments, plan.order, start, hi, lo, out, state, slots, init
     )
     options = tuning.passes()
+    form = kda_passes_cuda.ScanForm(**options.get("scan", {}))
+    overlap = bool(options.get("overlap")) and plan.order.numel() > 0  # an uncut output pass follows the chunk kernel
     if plan.order.numel():
-        kda_passes_cuda.local(tensors, heads, **options["local"])
+        kda_passes_cuda.local(tensors, heads, **options["local"], form=form, overlap=overlap)
         if plan.scans.numel():
-            kda_passes_cuda.scan(tensors, plan.scans, heads)
-    kda_passes_cuda.output(tensors, heads, **options["output"])
+            kda_passes_cuda.scan(tensors, plan.scans, heads, form, overlap)
+    kda_passes_cuda.output(tensors, heads, **options["output"], overlap=overlap)
 
 
 def _passes(

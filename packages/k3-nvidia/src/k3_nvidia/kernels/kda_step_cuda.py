@@ -19,8 +19,6 @@ DIM = 128
 MOST_ROWS = 65535
 #: Tokens a row for which shared memory is laid out.
 MOST_TOKENS = 16
-#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_OVERLAP = 6
 
 
 class Arguments(ctypes.Structure):
@@ -40,25 +38,6 @@ class Arguments(ctypes.Structure):
     ]
 
 
-class _Value(ctypes.Union):
-    _fields_ = [("number", ctypes.c_int), ("pad", ctypes.c_char * 64)]
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", _Value)]
-
-
-class _Launch(ctypes.Structure):
-    """CUlaunchConfig of the driver."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
-
-
 class StepKernel(cuda_host.CudaKernel):
     """One variant; a launch may overlap the end of the kernel before it. tokens: most a row, 0 for decode."""
 
@@ -73,19 +52,11 @@ class StepKernel(cuda_host.CudaKernel):
         definitions["VERIFY"] = int(tokens > 0)
         super().__init__("kda_step", "kda_step_cuda", 32 * warps, shared, **definitions)
 
-    def __call__(self, grid: tuple[int, int, int], arguments: ctypes.Structure, device: torch.device) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], arguments: ctypes.Structure, device: torch.device, overlap: bool = False
+    ) -> None:
         """As CudaKernel's, with overlap if the variant was made for it."""
-        if not self.overlap:
-            super().__call__(grid, arguments, device)
-            return
-        index = torch.cuda.current_device() if device.index is None else device.index
-        pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        attribute = _Attribute(kind=_OVERLAP, value=_Value(number=1))
-        stream = torch.cuda.current_stream(device).cuda_stream
-        launch = _Launch(*grid, self.threads, 1, 1, self.shared, stream, ctypes.pointer(attribute), 1)
-        code = cuda_host._driver().cuLaunchKernelEx(ctypes.byref(launch), self.function(index), pointers, None)
-        if code:
-            raise RuntimeError(f"launch {self.entry}: error {code} of the CUDA driver")
+        super().__call__(grid, arguments, device, overlap or self.overlap)
 
 
 @functools.cache

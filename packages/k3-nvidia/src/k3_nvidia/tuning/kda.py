@@ -86,9 +86,15 @@ def chunk_cuda() -> dict[str, Any]:
 
 
 def passes() -> dict[str, Any]:
-    """Groups and stages of kda_passes_cuda, an entry a kernel; empty: the Triton passes."""
+    """Groups and stages of kda_passes_cuda, an entry a kernel; empty: the Triton passes.
+
+    scan: fields of kda_passes_cuda.ScanForm. overlap: whether a pass may start before the kernel before it has ended.
+    """
     found: dict[str, Any] = table().get("passes_cuda", {})
-    return {name: found[name] for name in ("local", "output")} if found else {}
+    if not found:
+        return {}
+    chosen = {name: found[name] for name in ("local", "output")}
+    return chosen | {"scan": found.get("scan", {}), "overlap": found.get("overlap", False)}
 
 
 @cache

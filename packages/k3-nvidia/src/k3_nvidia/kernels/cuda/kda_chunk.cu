@@ -66,6 +66,12 @@ DEVICE float shift_rows(float x, int lanes) { return __shfl_up_sync(0xffffffffu,
 DEVICE float swap_lanes(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 DEVICE void sync_all() { __syncthreads(); }
+// A launch that overlaps this one may start, up to its own wait.
+DEVICE void grid_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 DEVICE void arrive(int barrier, int threads) {
     __threadfence_block();
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -248,6 +254,7 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
     SHARED(shared);
     const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int head = blockIdx.x, index = blockIdx.y;
+    grid_next();
     // The last rows have the most products: which scheduler gets them changes from block to block.
     const int w = uniform((thread / 32 + head + index) & 3);
     const bool upper = w >= 2;

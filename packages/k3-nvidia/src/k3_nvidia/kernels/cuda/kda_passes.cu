@@ -18,6 +18,10 @@
 #ifndef STATE_BF16
 #define STATE_BF16 0
 #endif
+// How the local pass writes transitions: as the fragments that kda_scan.cu reads, or (TILES) the bytes that kda_scan_bulk.cu does.
+#ifndef TILES
+#define TILES 0
+#endif
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -75,6 +79,9 @@ DEVICE void bulk_copy(char *to, const void *from, int bytes, char *bar) {
                  "l"(from), "r"(bytes), "r"(address(bar)) : "memory");
 }
 DEVICE void sync_all() { __syncthreads(); }
+// The kernel before has ended, and what it wrote is there; the one after may start, up to its own wait.
+DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void grid_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // The registers of a product are the tensor core's from products_begin to products_end; `pinned` keeps the compiler from moving
 // their other uses across.
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -136,6 +143,13 @@ DEVICE uint4 whole(const u32 *x) {
     y.w = x[3];
     return y;
 }
+// Two words of two values each -> (x0, y0), (x1, y1).
+DEVICE uint2 interleaved(const u32 *x) {
+    uint2 y;
+    y.x = (x[0] & 0xffff) | x[1] << 16;
+    y.y = x[0] >> 16 | (x[1] & 0xffff0000u);
+    return y;
+}
 DEVICE void pair(const float *from, int row, int col, float *to) {
     const float2 z = *(const float2 *)(from + row * 128 + col);
     to[0] = z.x;
@@ -175,7 +189,12 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
         barriers_made();
     }
     sync_all();
+    // A launch of the output pass that overlaps the one before it follows the local pass, so the chunk kernel has ended
+    // and its results may be asked for; what the scan writes waits.
+    if (!OUTPUT) grid_wait();
     if (threadIdx.x == 0) for (int n = 0; n < STAGES && n < chunks; n++) ask(args, place, shared, n);
+    if (OUTPUT) grid_wait();
+    grid_next();
 
     // This warp's sixteen rows: row0 + g and row0 + g + 8 of 128 (values), or of 256 (values, then rows of the transition).
     const int group = blockIdx.x * (4 * GROUPS) + warp, row0 = group % 8 * 16;
@@ -304,8 +323,23 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
             *(float2 *)(args.start + matrix + (i64)args.heads * 16384 + row * 128 + col) = z;
         }
     }
-    // The transition in two terms, as the B fragments of kda_scan.cu: [step][pair of tiles][lane][16 bytes].
-    if (!OUTPUT && !values) UNROLL for (int j = 0; j < 16; j += 2) {
+    // The transition in two terms, as the left operand of kda_scan_bulk.cu: halves of k, 128 rows (columns of P) of 128 bytes
+    // with the 128-byte swizzle, k = 16 a + 8 r + 2 t + e at place 16 a + 4 t + 2 e + r.
+    if (!OUTPUT && !values && TILES) UNROLL for (int j = 0; j < 16; j++) {
+        u32 hi[2], lo[2];
+        UNROLL for (int r = 0; r < 2; r++) {
+            const float x = S[j][2 * r], y = S[j][2 * r + 1];
+            const u32 h = pack_bf16(x, y);
+            hi[r] = transpose8(h);
+            lo[r] = transpose8(pack_bf16(x - low(h), y - high(h)));
+        }
+        const int piece = (row0 / 16 % 4 * 2 + t / 2) ^ g;
+        const i64 at = matrix + row0 / 64 * 8192 + (8 * j + g) * 64 + piece * 8 + t % 2 * 4;
+        *(uint2 *)(args.hi + at) = interleaved(hi);
+        *(uint2 *)(args.lo + at) = interleaved(lo);
+    }
+    // As the B fragments of kda_scan.cu: [step][pair of tiles][lane][16 bytes].
+    if (!OUTPUT && !values && !TILES) UNROLL for (int j = 0; j < 16; j += 2) {
         u32 hi[4], lo[4];
         UNROLL for (int i = 0; i < 4; i++) {
             const float x = S[j + i / 2][i % 2 * 2], y = S[j + i / 2][i % 2 * 2 + 1];

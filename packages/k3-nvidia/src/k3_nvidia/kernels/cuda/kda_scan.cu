@@ -19,6 +19,8 @@ struct ScanArgs {
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 pack_bf16(float a, float b) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a)); return y; }
 DEVICE void sync_all() { __syncthreads(); }
+DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void grid_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void mma_bf16(float *c, const u32 *a, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -50,6 +52,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) kda_scan_cuda(const ScanArg
     const i64 step = (i64)args.heads * 16384, base = ((i64)first * args.heads + blockIdx.y) * 16384;
     const i64 tile = (blockIdx.x * 16 + g) * 128 + warp * 16 + 2 * t, piece = (warp * 32 + lane) * 8;
 
+    grid_wait();
+    grid_next();
     float S[2][4], B[2][4];
     uint4 hi[8], lo[8];
     load(args.start + base + step + tile, S);
