@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 ROWS = ("out_ptr", "prefix_ptr", "delta_ptr", "bank_ptr", "norm_ptr", "proj_ptr", "out_norm_ptr")
 ROWS += ("z_ptr", "f_ptr", "b_ptr", "weight_ptr", "x_ptr", "gate_ptr", "q_ptr", "latent_ptr", "zero_ptr")
-ROWS += ("o_ptr", "x_q_ptr", "x_latent_ptr", "weight_q_ptr", "weight_latent_ptr")
-TYPES = dict.fromkeys(ROWS, "*bf16") | {"beta_ptr": "*fp32", "eps": "fp32", "out_eps": "fp32"}
+ROWS += ("o_ptr", "x_q_ptr", "x_latent_ptr", "weight_q_ptr", "weight_latent_ptr", "x_shared_ptr", "mark_ptr")
+TYPES = dict.fromkeys(ROWS, "*bf16") | {"beta_ptr": "*fp32", "eps": "fp32", "out_eps": "fp32", "bounds_ptr": "*i32"}
 HIDDEN = 7168
 
 Variant = tuple[str, Any, dict[str, Any], int, int | None]
@@ -60,7 +60,7 @@ def variants() -> Iterator[Variant]:
     yield "kda_inputs", glue.kda_inputs_kernel, product, 2, None
     yield "rms_norm", glue.rms_norm_kernel, {"BLOCK": 4096, "PDL": True}, 8, None
     for whole in (False, True):
-        norms = {"BQ": 2048, "BL": 512, "BZ": 1024, "HAS_Q": True, "WHOLE": whole, "PDL": True}
+        norms = {"BQ": 2048, "BL": 512, "BS": 64, "BZ": 1024, "HAS_Q": True, "MARKS": True, "WHOLE": whole, "PDL": True}
         yield "low_rank_norms" + " whole" * whole, glue.low_rank_norms_kernel, norms, 4, None
     yield "sigmoid_mul", glue.sigmoid_mul_kernel, {"BLOCK": 1024, "PDL": True, "INTERPRET": False}, 4, None
     yield from small_tiles()

@@ -85,6 +85,18 @@ def rows(count: int, width: int, seed: int = 0) -> Tensor:
     return torch.randn(count, width, generator=generator).to(DEVICE, DTYPE)
 
 
+def marked_norms(x: Tensor, q: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The norms and marks of rows of which the first has an infinite value and marks the second; marks are far too."""
+    x[0, 2000] = float("inf")
+    marks = x[:, :1]
+    bounds = torch.tensor([0, 2, 3], dtype=torch.int32, device=x.device)
+    low, normed, _ = glue.low_rank_norms(
+        x[:, :1536], x[:, 1536:1984], q, w, 1e-6, 768, shared=x[:, 1984:], marks=marks, bounds=bounds
+    )
+    assert low is not None
+    return low, normed, marks.isnan()
+
+
 Call = Callable[..., Any]
 OUTSIDE: dict[str, tuple[Call, list[Tensor], int]] = {
     # name: (call of its tensors, tensors, the one that is far)
@@ -97,6 +109,7 @@ OUTSIDE: dict[str, tuple[Call, list[Tensor], int]] = {
         [rows(3, 2048), rows(1, 1536, 1)[0], rows(1, 512, 2)[0]],
         0,
     ),
+    "low_rank_norms.marks": (marked_norms, [rows(3, 2048), rows(1, 1536, 1)[0], rows(1, 448, 2)[0]], 0),
     "kda_inputs.weight": (
         lambda f, b, w: glue.kda_inputs(f, b, w),
         [rows(4, 128), rows(4, 6, 1), rows(6 * 128, 128, 2)],

@@ -93,6 +93,101 @@ def test_low_rank_norms(
         near(low, rms(q, q_weight, 1e-6), scale=4)
 
 
+#: Rows of the requests: a prompt of five, two that decode, one without rows, a prompt of three; two rows are padding.
+BOUNDS = [0, 5, 6, 7, 7, 10]
+ROWS = 12
+#: (column of q, latent or shared; row struck; row that must be marked).
+STRIKES = [
+    ("latent", 0, 4), ("latent", 4, 4), ("latent", 5, 5), ("latent", 6, 6), ("latent", 8, 9), ("latent", 10, 10),
+    ("latent", 11, 11), ("shared", 2, 4), ("shared", 6, 6), ("shared", 7, 9), ("q", 3, 4), ("q", 5, 5),
+]  # fmt: skip
+Norms = Any
+
+
+def marked(norms: Norms, strikes: list[tuple[str, int, int]], value: float, with_q: bool, more: list[int]) -> None:
+    """Strike rows of one projection and compare marks, results and everything that must keep its bits."""
+    parts = columns(ROWS, 40, 24, 16, 33, seed=4)
+    names = ("q", "latent", "shared", "gate")
+    for name, row, _ in strikes:
+        x = parts[names.index(name)]
+        x[row, (7 * row + 3) % x.shape[1]] = value
+    before = parts[0]._base.clone() if parts[0]._base is not None else None
+    q, latent, shared, gate = parts
+    kept, weights = gate.clone(), [torch.randn(40).to(DEVICE, DTYPE), torch.randn(24).to(DEVICE, DTYPE)]
+    bounds = torch.tensor([*BOUNDS, *more], dtype=torch.int32, device=DEVICE)
+    low, normed, nothing = norms(
+        q if with_q else None, latent, weights[0] if with_q else None, weights[1], 1e-6, 70,
+        shared=shared, marks=gate, bounds=bounds,
+    )  # fmt: skip
+    seen = {target for name, _, target in strikes if with_q or name != "q"}
+    assert set(gate[:, 0].isnan().nonzero().flatten().tolist()) == seen
+    clean = [row for row in range(ROWS) if row not in seen]
+    assert torch.equal(gate[clean], kept[clean])
+    assert torch.equal(gate[:, 1:], kept[:, 1:])
+    assert before is None or torch.equal(shared.nan_to_num(), before[:, 64:80].nan_to_num())
+    assert not nothing.count_nonzero()
+    plain = glue.low_rank_norms(q if with_q else None, latent, weights[0] if with_q else None, weights[1], 1e-6, 70)
+    for ours, theirs in ((low, plain[0]), (normed, plain[1])):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours.nan_to_num(nan=7.0), theirs.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("whole", [True, False])
+def test_rows_that_are_not_finite_mark_the_last_row_of_their_request(
+    value: float, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's middle row is in nobody's logits: its request's last row has to say it."""
+    monkeypatch.setattr(glue, "WHOLE_ROWS", 0 if whole else 512)
+    for strike in STRIKES:
+        marked(glue.low_rank_norms, [strike], value, True, [])
+    marked(glue.low_rank_norms, STRIKES[1:3] + STRIKES[8:11], value, False, [])
+    marked(glue.low_rank_norms, [], value, True, [])
+
+
+def test_bounds_may_be_padded_and_long() -> None:
+    """A captured step has bounds for more requests than it runs; what stands there names no row."""
+    for more in ([10, 10, 10], [0, 0, 0], [10] * 300):
+        marked(glue.low_rank_norms, STRIKES[4:9], float("nan"), True, more)
+    rows = 300
+    _, latent, shared, gate = columns(rows, 8, 24, 16, 9)
+    latent[[0, 127, 128, 255, 299]] = float("inf")
+    bounds = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
+    weight = torch.ones(24, device=DEVICE, dtype=DTYPE)
+    glue.low_rank_norms(None, latent, None, weight, 1e-6, 8, shared=shared, marks=gate, bounds=bounds)
+    assert gate[:, 0].isnan().nonzero().flatten().tolist() == [0, 127, 128, 255, 299]
+
+
+def _own_row_only(*args: Any, bounds: torch.Tensor, **named: Any) -> Any:
+    return glue.low_rank_norms(*args, bounds=bounds[:1], **named)
+
+
+def _latent_only(q: Any, latent: Any, q_weight: Any, *args: Any, shared: torch.Tensor, **named: Any) -> Any:
+    return glue.low_rank_norms(q, latent, q_weight, *args, shared=shared[:, :0], **named)
+
+
+def _blind(*args: Any, shared: torch.Tensor, marks: torch.Tensor, bounds: torch.Tensor) -> Any:
+    return glue.low_rank_norms(*args)
+
+
+@pytest.mark.parametrize(("mutant", "strike"), [(_own_row_only, 0), (_latent_only, 7), (_blind, 2)])
+def test_a_mark_that_is_missing_or_elsewhere_is_noticed(mutant: Norms, strike: int) -> None:
+    with pytest.raises(AssertionError):
+        marked(mutant, [STRIKES[strike]], float("nan"), True, [])
+
+
+def test_marks_are_refused_without_what_they_need() -> None:
+    q, x, shared, gate = columns(2, 16, 24, 8, 8)
+    bounds = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    for named in (
+        {"marks": gate, "bounds": bounds}, {"marks": gate, "shared": shared},
+        {"marks": gate, "shared": shared, "bounds": bounds.long()},
+        {"marks": gate[:1], "shared": shared, "bounds": bounds},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="low_rank_norms"):
+            glue.low_rank_norms(q, x, q[0], x[0], 1e-6, 4, **named)
+
+
 def test_low_rank_norms_refuses_strangers() -> None:
     q, x = columns(2, 16)[0], columns(2, 48)[0]
     with pytest.raises(ValueError, match="is not beside"):

@@ -170,6 +170,128 @@ def test_a_count_ends_its_request_by_name_while_the_next_step_is_in_flight(
     assert scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 0
 
 
+def update(scheduler: Any, step: Any, nans: str = "") -> dict[str, Any]:
+    """Outputs by request of a step in which the request of this name had logits that are not finite."""
+    names = list(step.num_scheduled_tokens)
+    counts = [int(name == nans) for name in names]
+    outputs = scheduler.update_from_output(step, output_of_new_runner(names, counts))
+    return {one.request_id: one for client in outputs.values() for one in client.outputs}
+
+
+def cached_blocks(scheduler: Any) -> set[int]:
+    """Blocks that a later prompt could be given."""
+    blocks = scheduler.kv_cache_manager.block_pool.blocks
+    return {block.block_id for block in blocks if block.block_hash is not None}
+
+
+def sharing(scheduler: Any) -> tuple[Any, Any, Any, Any]:
+    """A prompt of a block and a bit, in flight; another of the same beginning found the block meanwhile.
+
+    Returns (the second request, an uninvolved one, the first step, the second step).
+    """
+    size = scheduler.cache_config.block_size
+    first = request(scheduler, NAN, size + 3)
+    request(scheduler, OTHER, 9)
+    one = scheduler.schedule()
+    second = request(scheduler, "same-beginning", size + 40)
+    second.prompt_token_ids[:size] = first.prompt_token_ids[:size]
+    rehash(scheduler, second)
+    two = scheduler.schedule()
+    assert two.num_scheduled_tokens["same-beginning"] == 40
+    return second, scheduler.requests[OTHER], one, two
+
+
+def rehash(scheduler: Any, changed: Any) -> None:
+    """The hashes of a request whose prompt was changed."""
+    changed._all_token_ids[: changed.num_prompt_tokens] = changed.prompt_token_ids
+    changed.block_hashes = []
+    changed.block_hashes = scheduler.hasher(changed)
+
+
+def test_who_took_poisoned_blocks_before_the_count_is_computed_again(scheduler: Any) -> None:
+    """The blocks of a step are in the prefix cache while it runs: its count comes after others may have found them."""
+    second, other, one, two = sharing(scheduler)
+    poisoned = {block for group in scheduler.kv_cache_manager.get_block_ids(NAN) for block in group}
+    held = {block for group in scheduler.kv_cache_manager.get_block_ids("same-beginning") for block in group}
+    assert poisoned & held
+    outputs = update(scheduler, one, NAN)
+    assert set(outputs) == {NAN, OTHER}
+    assert second not in scheduler.running
+    assert other in scheduler.running
+    assert not cached_blocks(scheduler) & (poisoned | held)
+    assert set(update(scheduler, two)) == {OTHER}  # what the second made of the poison is not handed out
+    three = scheduler.schedule()
+    assert three.num_scheduled_tokens["same-beginning"] == second.num_prompt_tokens  # all of it, from nothing
+    done = update(scheduler, three)
+    assert list(done["same-beginning"].new_token_ids) == [7]
+    assert done["same-beginning"].finish_reason is None
+
+
+def test_without_that_it_would_go_on_from_poison(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: blocks leave the prefix cache, and who holds them keeps them."""
+    monkeypatch.setattr(isolation, "recompute", lambda scheduler, lost: None)
+    second, _, one, _ = sharing(scheduler)
+    update(scheduler, one, NAN)
+    assert second in scheduler.running
+
+
+def test_who_shares_older_blocks_goes_on(scheduler: Any) -> None:
+    """Blocks that earlier steps wrote are clean: to compute them again would let the poison reach others."""
+    size = scheduler.cache_config.block_size
+    first = request(scheduler, NAN, size + 3)
+    update(scheduler, scheduler.schedule())
+    second = request(scheduler, "same-beginning", size + 5)
+    second.prompt_token_ids[:size] = first.prompt_token_ids[:size]
+    rehash(scheduler, second)
+    step = scheduler.schedule()
+    assert step.num_scheduled_tokens == {NAN: 1, "same-beginning": 5}
+    assert set(update(scheduler, step, NAN)) == {NAN, "same-beginning"}
+    assert second in scheduler.running
+
+
+def test_a_chunk_of_a_prompt_ends_its_request(scheduler: Any) -> None:
+    """A chunk gives no token, but its last row is counted like any other."""
+    from vllm.v1.engine import FinishReason
+
+    most = scheduler.max_num_scheduled_tokens
+    request(scheduler, NAN, most + 100)
+    step = scheduler.schedule()
+    assert step.num_scheduled_tokens == {NAN: most}
+    assert update(scheduler, step, NAN)[NAN].finish_reason == FinishReason.ERROR
+    assert not cached_blocks(scheduler)
+
+
+def test_blocks_of_a_client_that_gave_up_leave_the_prefix_cache_too(scheduler: Any) -> None:
+    """The count of a step names a request that is gone; its blocks would still be found."""
+    from vllm.v1.request import RequestStatus
+
+    second, other, one, two = sharing(scheduler)
+    poisoned = {block for group in scheduler.kv_cache_manager.get_block_ids(NAN) for block in group}
+    scheduler.finish_requests(NAN, RequestStatus.FINISHED_ABORTED)
+    assert cached_blocks(scheduler) & poisoned
+    assert set(update(scheduler, one, NAN)) == {OTHER}
+    assert not cached_blocks(scheduler) & poisoned
+    assert second not in scheduler.running
+    update(scheduler, two, NAN)
+    assert not scheduler.left
+    assert other in scheduler.running
+
+
+def test_blocks_that_hold_something_else_since_are_not_lost(scheduler: Any) -> None:
+    """A block that was given back may be another's when the count arrives; the prefix cache has another hash then."""
+    from vllm.v1.request import RequestStatus
+
+    request(scheduler, NAN, scheduler.cache_config.block_size + 3)
+    scheduler.schedule()
+    scheduler.finish_requests(NAN, RequestStatus.FINISHED_ABORTED)
+    left = scheduler.left[NAN]
+    (before,) = left.cached(scheduler)
+    assert [isolation.behind(scheduler, before, tokens) != set() for tokens in (0, 400)] == [True, False]
+    scheduler.kv_cache_manager.evict_blocks(isolation.behind(scheduler, before, 0))
+    (after,) = left.cached(scheduler)
+    assert isolation.behind(scheduler, after, 0) == set()
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_without_nans_nobody_is_ended(scheduler: Any, runner: str) -> None:
     for name in (CLEAN, OTHER):

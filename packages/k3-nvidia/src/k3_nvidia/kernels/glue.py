@@ -1,7 +1,8 @@
 """Small steps between the products of a layer, each one launch: what would otherwise be two to four of a microsecond.
 
 - ``kda_inputs``: z = f_a W_fb^T for few rows and beta = sigmoid(b), from one fused projection;
-- ``low_rank_norms``: the two norms of latent attention's low ranks, and zeros for the attention to write over;
+- ``low_rank_norms``: the two norms of latent attention's low ranks, zeros for the attention to write over, and a mark
+  where the row that goes to the latent cache is not finite;
 - ``rms_norm``: one norm of plain rows, as the released code rounds it;
 - ``sigmoid_mul``: the output gate, sigmoid and product each rounded to the model's dtype.
 
@@ -112,14 +113,34 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def _infinite(x):
+    """How many values of x are NaN or infinite."""
+    return tl.sum(tl.where(tl.abs(x.to(tl.float32)) < float("inf"), 0, 1), 0)
+
+
+@triton.jit
+def _mark(mark_ptr, stride_mark, bounds_ptr, requests, row):
+    """NaN in the mark of the last row of the request that ``row`` belongs to: the row before the first end behind it,
+    which is ``row`` itself where no request has it."""
+    nobody = 2147483647
+    end = tl.full((), nobody, tl.int32)
+    for first in range(0, requests, 128):
+        r = first + tl.arange(0, 128)
+        ends = tl.load(bounds_ptr + 1 + r, mask=r < requests, other=0)
+        end = tl.minimum(end, tl.min(tl.where(ends > row, ends, nobody), 0))
+    at = tl.where(end == nobody, row, end.to(tl.int64) - 1)
+    tl.store(mark_ptr + at * stride_mark, float("nan"))
+
+
+@triton.jit(do_not_specialize=["requests"])
 def low_rank_norms_kernel(
-    q_ptr, latent_ptr, zero_ptr, x_q_ptr, x_latent_ptr, weight_q_ptr, weight_latent_ptr, q_size, latent_size, zeros,
-    eps, stride_x,
-    BQ: tl.constexpr, BL: tl.constexpr, BZ: tl.constexpr, HAS_Q: tl.constexpr, WHOLE: tl.constexpr,
-    PDL: tl.constexpr,
+    q_ptr, latent_ptr, zero_ptr, x_q_ptr, x_latent_ptr, x_shared_ptr, weight_q_ptr, weight_latent_ptr, mark_ptr,
+    bounds_ptr, q_size, latent_size, shared_size, zeros, eps, stride_x, stride_mark, requests,
+    BQ: tl.constexpr, BL: tl.constexpr, BS: tl.constexpr, BZ: tl.constexpr, HAS_Q: tl.constexpr, MARKS: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): 0 the latent's norm, 1 zeros, 2 the queries' norm; WHOLE: (row), all of them, their loads
-    in flight together. Outputs contiguous."""
+    in flight together. Outputs contiguous. MARKS: see the launcher."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if PDL:
@@ -128,6 +149,9 @@ def low_rank_norms_kernel(
     if WHOLE:
         c = tl.arange(0, BL)
         x = tl.load(x_latent_ptr + row * stride_x + c, mask=c < latent_size, other=0.0)
+        if MARKS:
+            cs = tl.arange(0, BS)
+            bad = _infinite(tl.load(x_shared_ptr + row * stride_x + cs, mask=cs < shared_size, other=0.0))
         if HAS_Q:
             cq = tl.arange(0, BQ)
             xq = tl.load(x_q_ptr + row * stride_x + cq, mask=cq < q_size, other=0.0)
@@ -135,16 +159,29 @@ def low_rank_norms_kernel(
             cz = first + tl.arange(0, BZ)
             tl.store(zero_ptr + row * zeros + cz, tl.zeros((BZ,), zero_ptr.dtype.element_ty), mask=cz < zeros)
         y = _normed(x, tl.load(weight_latent_ptr + c, mask=c < latent_size, other=0.0), latent_size, eps)
-        tl.store(latent_ptr + row * latent_size + c, y.to(latent_ptr.dtype.element_ty), mask=c < latent_size)
+        y = y.to(latent_ptr.dtype.element_ty)
+        tl.store(latent_ptr + row * latent_size + c, y, mask=c < latent_size)
         if HAS_Q:
             yq = _normed(xq, tl.load(weight_q_ptr + cq, mask=cq < q_size, other=0.0), q_size, eps)
-            tl.store(q_ptr + row * q_size + cq, yq.to(q_ptr.dtype.element_ty), mask=cq < q_size)
+            yq = yq.to(q_ptr.dtype.element_ty)
+            tl.store(q_ptr + row * q_size + cq, yq, mask=cq < q_size)
+        if MARKS:
+            bad += _infinite(y)
+            if HAS_Q:
+                bad += _infinite(yq)
+            if bad > 0:
+                _mark(mark_ptr, stride_mark, bounds_ptr, requests, row)
     elif part == 0:
         c = tl.arange(0, BL)
         weight = tl.load(weight_latent_ptr + c, mask=c < latent_size, other=0.0)
         x = tl.load(x_latent_ptr + row * stride_x + c, mask=c < latent_size, other=0.0)
-        y = _normed(x, weight, latent_size, eps)
-        tl.store(latent_ptr + row * latent_size + c, y.to(latent_ptr.dtype.element_ty), mask=c < latent_size)
+        y = _normed(x, weight, latent_size, eps).to(latent_ptr.dtype.element_ty)
+        tl.store(latent_ptr + row * latent_size + c, y, mask=c < latent_size)
+        if MARKS:
+            cs = tl.arange(0, BS)
+            bad = _infinite(tl.load(x_shared_ptr + row * stride_x + cs, mask=cs < shared_size, other=0.0))
+            if bad + _infinite(y) > 0:
+                _mark(mark_ptr, stride_mark, bounds_ptr, requests, row)
     elif part == 1:
         for first in range(0, zeros, BZ):
             c = first + tl.arange(0, BZ)
@@ -154,8 +191,11 @@ def low_rank_norms_kernel(
         c = tl.arange(0, BQ)
         weight = tl.load(weight_q_ptr + c, mask=c < q_size, other=0.0)
         x = tl.load(x_q_ptr + row * stride_x + c, mask=c < q_size, other=0.0)
-        y = _normed(x, weight, q_size, eps)
-        tl.store(q_ptr + row * q_size + c, y.to(q_ptr.dtype.element_ty), mask=c < q_size)
+        y = _normed(x, weight, q_size, eps).to(q_ptr.dtype.element_ty)
+        tl.store(q_ptr + row * q_size + c, y, mask=c < q_size)
+        if MARKS:  # noqa: SIM102 (constant: without it the branch is not compiled)
+            if _infinite(y) > 0:
+                _mark(mark_ptr, stride_mark, bounds_ptr, requests, row)
 
 
 @triton.jit
@@ -202,6 +242,11 @@ def _rows(name: str, *tensors: torch.Tensor) -> None:
     for x in tensors:
         if x.dim() != 2 or x.stride(1) != 1:
             raise ValueError(f"{name}: {tuple(x.shape)} with strides {x.stride()} is not rows with a contiguous axis")
+
+
+def row_edges() -> list[int]:
+    """Row counts after which a kernel of this file is another variant, whatever the widths are."""
+    return sorted({MAX_ROWS, WHOLE_ROWS, *(1 << i for i in range(tuning.sigmoid()[0].bit_length()))})
 
 
 def sigmoid_fp32(x: torch.Tensor) -> torch.Tensor:
@@ -264,15 +309,25 @@ def low_rank_norms(
     latent_weight: torch.Tensor,
     eps: float,
     zeros: int,
+    *,
+    shared: torch.Tensor | None = None,
+    marks: torch.Tensor | None = None,
+    bounds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """(norm of q [T, A] or None, norm of latent [T, R], zeros [T, zeros]): columns of one projection, one launch.
 
-    q and latent are columns of the same tensor: their row strides must be equal, else ValueError.
+    marks [T, >= 1]: where a normed row of latent or q or a row of shared [T, S] (which goes to the cache as it is) has
+    NaN or infinity, NaN is written to the first column of the last row of its request. bounds int32 [B + 1]: request
+    i has the rows bounds[i] to bounds[i + 1]; rows of no request mark themselves. All other marks keep their bits.
+
+    q, latent and shared are columns of the same tensor: their row strides must be equal, else ValueError.
     """
-    _rows("low_rank_norms", latent, *([] if q is None else [q]))
+    _rows("low_rank_norms", latent, *(x for x in (q, shared, marks) if x is not None))
     rows, rank = latent.shape
-    if q is not None and (q.shape[0] != rows or q.stride(0) != latent.stride(0)):
-        raise ValueError(f"low_rank_norms: q {tuple(q.shape)} is not beside latent {tuple(latent.shape)}")
+    for name, x in (("q", q), ("shared", shared)):
+        if x is not None and (x.shape[0] != rows or x.stride(0) != latent.stride(0)):
+            raise ValueError(f"low_rank_norms: {name} {tuple(x.shape)} is not beside latent {tuple(latent.shape)}")
+    where = _marking(latent, shared, marks, bounds)
     low = None if q is None else latent.new_empty(q.shape)
     normed, nothing = latent.new_empty(latent.shape), latent.new_empty(rows, zeros)
     if rows:
@@ -281,11 +336,26 @@ def low_rank_norms(
         whole = rows > WHOLE_ROWS
         parts = 1 if whole else 2 if q is None else 3
         _low_rank_norms(
-            (rows, parts), others[0], normed, nothing, others[1], latent, others[2], latent_weight,
-            size, rank, zeros, eps, latent.stride(0), BQ=triton.next_power_of_2(size), BL=triton.next_power_of_2(rank),
-            BZ=1024, HAS_Q=q is not None, WHOLE=whole, num_warps=4, **launch_options(pdl(latent)),
+            (rows, parts), others[0], normed, nothing, others[1], latent, where[0], others[2], latent_weight, where[1],
+            where[2], size, rank, where[0].shape[1], zeros, eps, latent.stride(0), where[1].stride(0),
+            where[2].shape[0] - 1, BQ=triton.next_power_of_2(size), BL=triton.next_power_of_2(rank),
+            BS=triton.next_power_of_2(max(1, where[0].shape[1])), BZ=1024, HAS_Q=q is not None, MARKS=marks is not None,
+            WHOLE=whole, num_warps=4, **launch_options(pdl(latent)),
         )  # fmt: skip
     return low, normed, nothing
+
+
+def _marking(
+    latent: torch.Tensor, shared: torch.Tensor | None, marks: torch.Tensor | None, bounds: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(shared, marks, bounds) as the kernel takes them: latent stands for all three where nothing is marked."""
+    if marks is None:
+        return latent, latent, latent
+    if shared is None or bounds is None or marks.shape[0] != latent.shape[0] or marks.dtype != latent.dtype:
+        raise ValueError(f"low_rank_norms: marks {marks.dtype} {tuple(marks.shape)} need shared, bounds and its rows")
+    if bounds.dim() != 1 or bounds.dtype != torch.int32 or not bounds.is_contiguous() or not bounds.numel():
+        raise ValueError(f"low_rank_norms: bounds {bounds.dtype} {tuple(bounds.shape)} are not int32 [requests + 1]")
+    return shared, marks, bounds
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

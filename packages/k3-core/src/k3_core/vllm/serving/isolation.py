@@ -11,10 +11,12 @@ no multiple of 1024). Four pieces end the request alone, at the step it happens 
 * :func:`guard` puts zeros in the place of a row that has a NaN, once it is counted and before a token is drawn from it;
 * :func:`scheduler`, vLLM's scheduler with one more look at those counts, finishes the requests concerned with the
   status ``FINISHED_ERROR`` (the client gets an error, not text), logs their ids, and takes their blocks out of the
-  prefix cache, so that no later prompt resumes from a poisoned state. Blocks that others hold stay theirs.
+  prefix cache, so that no later prompt resumes from a poisoned state. Blocks that others hold stay theirs, but for
+  those of this step and later ones: who took them from the prefix cache before the count was here computes again.
 
-What no count shows: FlashAttention 3 gives finite values where a page of the latent cache holds NaN, so a page that was
-damaged after it was written is not seen.
+Latent attention may hide what its cache holds: FlashAttention 3 gives finite values where a row is NaN. A vendor whose
+attention does so looks at each row before it is written, and marks its request's last row (``LatentAttention.marks``).
+A page that was damaged after it was written is not seen by that.
 
 What keeps the others clean is not here: operators read and write the slots of their own rows only, new sequences start
 from zeros whatever a slot holds, and vLLM zeroes the latent pages it hands out again.
@@ -34,7 +36,9 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -178,13 +182,30 @@ def isolating(base: type[Any]) -> type[Any]:
     class IsolatingScheduler(base):
         _silent = False
 
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            self.left: dict[str, Left] = {}
+
+        def _free_request_blocks(self, request: Any) -> Any:
+            if request.num_in_flight_tokens > 0:  # of a client that gave up, or preempted: its step is under way
+                name = request.request_id
+                groups = [[(block, hash_of(self, block)) for block in ids] for ids in held_by(self, name)]
+                known = self.left.setdefault(name, Left([], 0))
+                known.blocks.append(groups)
+                known.tokens = request.num_in_flight_tokens
+            return super()._free_request_blocks(request)
+
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             counts = model_runner_output.num_nans_in_logits
             if not counts and model_runner_output.req_ids and not self._silent:
                 self._silent = True
                 logger.error("vLLM's model runner counts no NaNs: requests with logits not finite will not be ended")
             names = poisoned(counts)
-            ended = end(self, names) if names else []
+            ended = end(self, names, starts(scheduler_output, names)) if names else []
+            for name in [name for name in self.left if name in scheduler_output.num_scheduled_tokens]:
+                self.left[name].tokens -= scheduler_output.num_scheduled_tokens[name]
+                if self.left[name].tokens <= 0:
+                    del self.left[name]
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             for request in ended:
                 add_error(outputs, request)
@@ -193,25 +214,117 @@ def isolating(base: type[Any]) -> type[Any]:
     return IsolatingScheduler
 
 
-def end(scheduler: Any, names: Iterable[str]) -> list[Any]:
-    """Finish the named requests that still run, evict their blocks from the prefix cache, and return them."""
+Blocks = Sequence[Sequence[int]]
+
+
+@dataclass
+class Left:
+    """What a request gave back while steps with ``tokens`` tokens of it were under way: (block, hash), by group."""
+
+    blocks: list[list[list[tuple[int, Any]]]]
+    tokens: int
+
+    def cached(self, scheduler: Any) -> Iterator[Blocks]:
+        """Those of them that the prefix cache still has for what they held then, in their places; the others are 0."""
+        for groups in self.blocks:
+            yield [[b if h is not None and hash_of(scheduler, b) == h else 0 for b, h in group] for group in groups]
+
+
+def held_by(scheduler: Any, name: str) -> Blocks:
+    """Blocks of a request, by cache group."""
+    ids: Blocks = scheduler.kv_cache_manager.get_block_ids(name)
+    return ids
+
+
+def hash_of(scheduler: Any, block: int) -> Any:
+    """By which the prefix cache knows this block; None if it does not."""
+    return scheduler.kv_cache_manager.block_pool.blocks[block].block_hash
+
+
+def starts(scheduler_output: Any, names: Iterable[str]) -> dict[str, int]:
+    """How many tokens of each of these requests were computed before the step; 0 where the step does not say."""
+    cached = scheduler_output.scheduled_cached_reqs
+    found = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    found |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    return {name: found.get(name, 0) for name in names}
+
+
+def end(scheduler: Any, names: Iterable[str], begun: dict[str, int] | None = None) -> list[Any]:
+    """Finish the named requests that still run, evict their blocks from the prefix cache, and return them.
+
+    begun: tokens of each that were computed before the step that poisoned it (else: none). Blocks of later tokens are
+    poisoned: other requests that hold some, from the prefix cache, are computed again.
+    """
     from vllm.v1.request import RequestStatus
 
+    names, left = list(names), getattr(scheduler, "left", {})
     alive = [name for name in names if name in scheduler.requests and not scheduler.requests[name].is_finished()]
-    manager = scheduler.kv_cache_manager
+    manager, lost = scheduler.kv_cache_manager, set[int]()
+    for name in names:
+        held = list(left[name].cached(scheduler)) if name in left else []
+        for ids in [*held, *([held_by(scheduler, name)] if name in alive else [])]:
+            lost |= behind(scheduler, ids, (begun or {}).get(name, 0))
+            manager.evict_blocks(behind(scheduler, ids, 0))
     for name in alive:
-        request = scheduler.requests[name]
         logger.error(
             "request %s: logits that are not finite after %d tokens; the request is ended with an error and its "
             "blocks leave the prefix cache, other requests go on",
             name,
-            request.num_tokens,
+            scheduler.requests[name].num_tokens,
         )
-        manager.evict_blocks({block for group in manager.get_block_ids(name) for block in group})
     requests: list[Any] = [scheduler.requests[name] for name in alive]
     # Releases before 0.33 and vLLM's own callers differ in what finish_requests returns; the requests are known here.
     scheduler.finish_requests(alive, RequestStatus.FINISHED_ERROR)
+    recompute(scheduler, lost)
     return requests
+
+
+def behind(scheduler: Any, ids: Blocks, tokens: int) -> set[int]:
+    """Of a request's blocks, by cache group, those that hold anything behind its first ``tokens`` tokens."""
+    null = scheduler.kv_cache_manager.block_pool.null_block.block_id
+    return {
+        block for size, group in zip(sizes(scheduler), ids, strict=True) for block in [*group][tokens // size :]
+    } - {null}
+
+
+def sizes(scheduler: Any) -> list[int]:
+    """Tokens of a block, by cache group."""
+    return [int(group.kv_cache_spec.block_size) for group in scheduler.kv_cache_config.kv_cache_groups]
+
+
+def recompute(scheduler: Any, lost: set[int]) -> None:
+    """Preempt running requests that hold blocks of ``lost``; what they computed from them leaves the prefix cache.
+
+    They shared a prefix before the count of the step that wrote it was here, so nothing that they made of it has been
+    handed out: steps of theirs that are under way are dropped, as vLLM does when it resets its prefix cache.
+    """
+    if not lost:
+        return
+    manager = scheduler.kv_cache_manager
+
+    def of_lost(ids: Blocks) -> set[int]:
+        """The blocks of ``ids`` from the first lost one on."""
+        first = [
+            size * min(i for i, block in enumerate(group) if block in lost)
+            for size, group in zip(sizes(scheduler), ids, strict=True)
+            if lost & set(group)
+        ]
+        return behind(scheduler, ids, min(first)) if first else set()
+
+    for known in getattr(scheduler, "left", {}).values():
+        for ids in known.cached(scheduler):
+            manager.evict_blocks(of_lost(ids))
+    for request in list(scheduler.running):
+        name = request.request_id
+        after = of_lost(held_by(scheduler, name))
+        if not after:
+            continue
+        logger.warning("request %s: it shares blocks with a request whose logits are not finite; computed again", name)
+        manager.evict_blocks(after)
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        # As vLLM does: it may be resumed in the very next step, and must then be sent whole.
+        scheduler.prev_step_scheduled_req_ids.discard(name)
 
 
 def add_error(outputs: dict[int, Any], request: Any) -> None:

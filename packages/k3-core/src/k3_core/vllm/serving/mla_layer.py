@@ -100,7 +100,8 @@ class LatentAttention(Loadable):
             [text.kv_lora_rank, text.qk_rope_head_dim], dim=-1
         )
         low = None if text.q_lora_rank is None else self.rows.columns(projected, "q_a_proj")
-        low, latent, out = self.norms(low, latent)
+        marks = self.marks(projected)
+        low, latent, out = self.norms(low, latent, shared, marks)
         q = self.rows.columns(projected, "q_proj") if low is None else self.q_b_proj(low)
         q = q.view(-1, q.shape[-1] // text.qk_head_dim, text.qk_head_dim)
         if q.shape[1] < self.attention_heads:
@@ -109,13 +110,26 @@ class LatentAttention(Loadable):
         attention = attention[:, : self.heads * text.v_head_dim]
         if text.mla_use_output_gate:
             attention = self.gated(attention, self.rows.columns(projected, "g_proj"))
+        elif marks is not None:
+            attention[:, :1] += marks[:, :1]
         result: Tensor = self.o_proj(attention)
         return result
 
-    def norms(self, low: Tensor | None, latent: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    def marks(self, projected: Tensor) -> Tensor | None:
+        """Where a row may be marked as lost: NaN in the first column of [T, >= 1] makes the layer's result NaN there.
+
+        The columns of the output gate, or zeros that are added to the attention's result. None, as here: the vendor's
+        attention hands on every value that is not finite, so that nothing needs to be marked.
+        """
+        return None
+
+    def norms(
+        self, low: Tensor | None, latent: Tensor, shared: Tensor, marks: Tensor | None
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Norms of the queries' low rank (if there is one) and of the latent, and zeros [T, N * v] for the attention.
 
-        The zeros include the heads of the padding. A vendor may make it one launch.
+        The zeros include the heads of the padding. A vendor may make it one launch; with marks [T, >= 1] it marks the
+        last row of every request of which a row for the cache (normed latent, or shared [T, .]) is not finite.
         """
         normed = None if low is None else self.q_a_layernorm(low)
         width = self.attention_heads * self.text.v_head_dim
