@@ -338,7 +338,7 @@ def test_tiles_of_the_tables_at_long_prefill(width: int) -> None:
     import random
 
     counts = [*COUNTS, *(random.Random(width).randint(110, 180) for _ in range(12 if width == 3072 else 79))]
-    table = dict.fromkeys([*plans(experts._device_name(), width), *plans("default", width)])
+    table = dict.fromkeys([*plans(experts._device()[0], width), *plans("default", width)])
     for plan in table:
         check_counted(plan, tuple(counts), width, 3584, rounds=3)
 
@@ -472,7 +472,8 @@ def test_warmup_reaches_every_plan() -> None:
     from k3_nvidia.tuning.experts import choose
 
     config = SimpleNamespace(text=SimpleNamespace(num_experts=896, num_experts_per_token=16))
-    tokens = [p["tokens"] for p in experts.warmup_profiles(config, SimpleNamespace(max_num_batched_tokens=32768))]
+    last = [p["tokens"] for p in experts.warmup_profiles(config, SimpleNamespace(max_num_batched_tokens=32768))]
+    tokens = [*last, last[-1] + 1]
     for width in (192, 384, 3072):
         assert {choose(t, 16, 896, "default", 90, width) for t in tokens} == set(plans("default", width)), width
 

@@ -90,15 +90,10 @@ class TestLaunch(LaunchSuite):
         monkeypatch.setattr(glue, "sigmoid_mul", lambda x, gate: honest(x + 0, gate))
         assert "add" in self.step(tiny, launched, monkeypatch)
 
-    def step(self, folder: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """Names of what one decoding step of two requests launches."""
-        from vllm.forward_context import set_forward_context
-        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
+    def as_on_a_gpu(self, model: Any) -> None:
+        """Norms, gates and sums by this wheel's kernels."""
         from k3_nvidia.kernels.glue import rms_norm
 
-        model = self.make(folder)
-        self.text = model.config.text
         for module in model.modules():
             if hasattr(module, "_kernels"):
                 module._kernels = True
@@ -110,6 +105,15 @@ class TestLaunch(LaunchSuite):
                 module._finish.norm = lambda x, w=weight: rms_norm(x, w, 1e-5)
                 # as the table of a measured device: the product adds the shared result
                 module._finish.add = lambda normed, shared, up=module._finish.up: up(normed)
+
+    def step(self, folder: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Names of what one decoding step of two requests launches."""
+        from vllm.forward_context import set_forward_context
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        model = self.make(folder)
+        self.text = model.config.text
+        self.as_on_a_gpu(model)
         counting = Operations(launched)
         product = UnquantizedLinearMethod.apply
 

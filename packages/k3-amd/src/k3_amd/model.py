@@ -121,7 +121,7 @@ class KimiLinearModel(TextStack):
         prefix, bank = self.receive(hidden, intermediate)
         delta: Tensor | None = None
         aux = self.received_auxiliary(intermediate)
-        for index in range(self.start_layer, self.end_layer):
+        for index in self.running():
             layer = cast(DecoderLayer, self.layers[index])
             if index in self.aux_layers:
                 aux.append(
@@ -144,7 +144,7 @@ class KimiLinearModel(TextStack):
         if intermediate is not None:
             hidden, residual = intermediate["hidden_states"], intermediate["residual"]
         aux = self.received_auxiliary(intermediate)
-        for index in range(self.start_layer, self.end_layer):
+        for index in self.running():
             if index in self.aux_layers:
                 aux.append(hidden.clone() if residual is None else hidden + residual)
             hidden, residual = cast(DecoderLayer, self.layers[index]).forward_plain(hidden, residual)

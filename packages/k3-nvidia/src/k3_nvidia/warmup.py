@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +16,29 @@ from k3_nvidia.tuning import kda as tuning
 __all__ = ["WARM_UP", "Limits"]
 
 
+def _edges() -> dict[str, list[int]]:
+    if importlib.util.find_spec("triton") is None:
+        return {}
+    from k3_nvidia.kernels import glue
+
+    return {"attn_res": sorted(_attn_res_edges()), "glue": glue.row_edges()}
+
+
+def _multiprocessors() -> int:
+    from k3_nvidia.tuning import attn_res
+
+    here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return attn_res.multiprocessors(here)
+
+
 def _attn_res_edges() -> Iterator[int]:
     from k3_nvidia.tuning import attn_res
 
     for max_tokens, _, config in attn_res._table():
         if max_tokens < 1 << 20:
             yield max_tokens
-        if config.programs and torch.cuda.is_available():  # from here on rows are loaded ahead
-            yield config.programs * attn_res.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+        if config.programs:  # beyond one token a program rows are loaded ahead
+            yield config.programs * _multiprocessors()
 
 
 def _more_plans(layer: KdaLayer, longest: int, device: torch.device) -> Iterator[Any]:
@@ -42,13 +57,25 @@ def _more_plans(layer: KdaLayer, longest: int, device: torch.device) -> Iterator
             yield plan_prefill([0, longest], heads, device, dim=dim, engine=engine)
 
 
-WARM_UP = WarmUp(dispatch.warmup_profiles, _attn_res_edges, tuning.step_rows, _more_plans)
+def _few_rows(text_model: Any) -> None:
+    if dispatch.device()[0] == "cuda":
+        from k3_nvidia import few_rows
+
+        few_rows.warm_up(text_model)
+
+
+def _only_our_experts(text_model: Any) -> bool:
+    """A library's experts would read the ids that our router has not written yet."""
+    layers = [layer for _, layer in text_model.model.own_layers() if layer.is_moe]
+    return all(layer.feed_forward.operator.name == dispatch.KERNEL for layer in layers)
+
+
+# No kernel is specialised on a token count, as test_nvidia_warmup.py finds by trying all of them.
+WARM_UP = WarmUp(
+    dispatch.warmup_profiles, _edges, tuning.step_rows, _more_plans, _few_rows, _only_our_experts, by_number=False
+)
 
 
 def run(text_model: Any) -> None:
     """Meet every variant once: this wheel's operators, then the products for few rows."""
     WARM_UP.run(text_model)
-    if os.environ.get("K3_WARMUP", "1") != "0" and dispatch.device()[0] == "cuda":
-        from k3_nvidia import few_rows
-
-        few_rows.warm_up(text_model)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from k3_core.operators import compiling
+
 HIP = torch.version.hip is not None
 #: Bytes of storage up to which AMD's compiler is told that offsets fit 32 bits. A warm-up's pool is smaller, a served
 #: pool may be larger: their variants must not be mixed up.
@@ -102,7 +104,7 @@ class Launcher:
         """Launches on the current device and stream."""
         if _noted is not None:
             _note(self.kernel, args)
-        if args[0].device.type != "cuda":
+        if args[0].device.type != "cuda" or compiling.naming:
             self.kernel[grid](*args, **named)
             return
         key = (torch.cuda.current_device(), *map(_trait, args), *named.items())

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from k3_core.operators import compiling
 from k3_nvidia.kernels import skinny_cute
 
 #: Source rows a binary is compiled for: the smallest bound that holds them is taken.
@@ -85,9 +86,10 @@ def compiled(cluster: int, resident: int, rows: int, hidden: int, dtype: torch.d
     from k3_nvidia.kernels import attn_res_cluster_kernel
 
     threads, lanes, resident = geometry(hidden, cluster, resident)
-    return attn_res_cluster_kernel.build(
-        cluster, rows, hidden, threads, lanes, resident, dtype == torch.bfloat16, normed
-    )
+    with compiling.timing("CuTe"):
+        return attn_res_cluster_kernel.build(
+            cluster, rows, hidden, threads, lanes, resident, dtype == torch.bfloat16, normed
+        )
 
 
 def launch(
@@ -114,6 +116,8 @@ def launch(
     rows = next(bound for bound in ROWS if num_blocks + 1 <= bound)
     norm, proj, out_norm = weights
     call = compiled(cluster, resident, rows, prefix.shape[1], prefix.dtype, out_norm is not None)
+    if compiling.naming:
+        return
     tensors = (
         out, prefix, prefix if delta is None else delta, bank, norm, proj, norm if out_norm is None else out_norm,
     )  # fmt: skip

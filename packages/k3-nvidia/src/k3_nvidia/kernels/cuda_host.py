@@ -2,7 +2,7 @@
 
 For kernels whose layouts must be chosen lane by lane. NVRTC and the driver are what PyTorch itself brings and uses; no
 compiler on the machine, no header files, no build step of the wheel. A binary is made per source, definitions and
-architecture and kept in this process; compilation takes about a second and happens in warm-up like Triton's.
+architecture and kept on disk; compilation takes about a second and happens in warm-up like Triton's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from k3_core.operators import compiling, disk_cache
+
+OPTIONS = ("--std=c++17",)  # of every compilation
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -68,6 +71,14 @@ def nvrtc() -> ctypes.CDLL:
 
 
 @functools.cache
+def version() -> tuple[int, int]:
+    """(major, minor) of NVRTC."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+@functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
@@ -91,7 +102,7 @@ def compile_source(text: str, arch: str, definitions: dict[str, int]) -> bytes:
     created = library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
     if created:
         raise RuntimeError(f"NVRTC: no program (error {created})")
-    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in definitions.items())]
+    options = [f"--gpu-architecture={arch}", *OPTIONS, *(f"-D{k}={v}" for k, v in definitions.items())]
     array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     size = ctypes.c_size_t()
     try:
@@ -125,6 +136,10 @@ def refusal() -> str:
     return ""
 
 
+#: Kernels whose binary is being made in the background.
+_named: set[CudaKernel] = set()
+
+
 class CudaKernel:
     """One kernel of a source file; callable as kernel(grid, arguments, device), arguments a ctypes.Structure."""
 
@@ -132,13 +147,23 @@ class CudaKernel:
         self.name, self.entry, self.threads, self.shared = name, entry, threads, shared
         self.definitions = definitions
         self._functions: dict[int, ctypes.c_void_p] = {}
+        self._binaries: dict[str, bytes] = {}
 
     def function(self, device: int) -> ctypes.c_void_p:
         """The driver's handle on a device, made at the first call."""
         if device not in self._functions:
-            binary = compile_source(source(self.name), architecture(device), self.definitions)
-            self._functions[device] = self.load(binary, device)
+            self._functions[device] = self.load(self.binary(architecture(device)), device)
         return self._functions[device]
+
+    def binary(self, arch: str) -> bytes:
+        """The binary for ``arch``, compiled at the first call on this machine."""
+        if arch not in self._binaries:
+            text = source(self.name)
+            parts = (text, arch, repr(OPTIONS), repr(sorted(self.definitions.items())), repr(version()))
+            self._binaries[arch] = disk_cache.stored(
+                "NVRTC", parts, lambda: compile_source(text, arch, self.definitions)
+            )
+        return self._binaries[arch]
 
     def load(self, binary: bytes, device: int) -> ctypes.c_void_p:
         """The driver's handle of a compiled binary."""
@@ -165,6 +190,11 @@ class CudaKernel:
         waits (griddepcontrol.wait) before it touches what that kernel reads or writes.
         """
         index = torch.cuda.current_device() if device.index is None else device.index
+        if compiling.naming:
+            if index not in self._functions and self not in _named:
+                _named.add(self)
+                compiling.later(functools.partial(self.binary, architecture(index)))
+            return
         kernel = self.function(index)
         pointers: Any = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)

@@ -306,19 +306,20 @@ def moe_forward(
     return _products(latent, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out, every)
 
 
-def _device_name() -> str:
-    """Name of the tuning table's device: the first GPU, or the rule for unmeasured ones."""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "default"
+def _device() -> tuple[str, int]:
+    """(name, capability) of the first GPU, or those of the rule for unmeasured ones."""
+    if not torch.cuda.is_available():
+        return "default", 90
+    major, minor = torch.cuda.get_device_capability(0)
+    return torch.cuda.get_device_name(0), 10 * major + minor
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, int]]:
-    """Token counts that together reach every compiled variant: one on each side of every boundary of plans and
-    masks."""
-    most = int(getattr(limits, "max_num_batched_tokens", 8192))
+    """The last token count of each class: of the form for one token, of the masks, of the plans of every width."""
     text = getattr(config, "text", config)
-    per_token = int(text.num_experts_per_token) / int(text.num_experts)
-    edges = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129]
-    for row in tuning.rows(_device_name()):
-        edge = int(row.max_pairs / per_token) if row.max_pairs < 1e6 else most
-        edges += [edge, edge + 1]
-    return [{"tokens": t} for t in sorted({min(max(t, 1), most) for t in edges})]
+    top_k, total = int(text.num_experts_per_token), int(text.num_experts)
+    edges = {1, 32, 64, moe_worklist.ONE_LAUNCH_TOKENS}
+    for row in tuning.rows(tuning.measured(*_device())):
+        if row.max_pairs < tuning.ANY:
+            edges.add(tuning.last_tokens(row.max_pairs, top_k, total))
+    return [{"tokens": t} for t in sorted(edges) if t >= 1]

@@ -337,7 +337,5 @@ def route_and_list(
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
-    """Variants serving can meet: one token, a few, one a power of two of tokens up to 128, and the long one."""
-    tokens = [1, 8, 16, 32, 64, 128, 256]
-    most = int(getattr(limits, "max_num_batched_tokens", 256))
-    return [{"tokens": t} for t in tokens if t <= max(most, 1)] or [{"tokens": 1}]
+    """The last token count of each variant: one token, then powers of two up to the longest of two launches."""
+    return [{"tokens": t} for t in (1, 16, 32, 64, ONE_LAUNCH_TOKENS)]

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 HOPPER = "NVIDIA H200"  # whose rows other devices of capability 9.0 use
+ANY = 1e6  # expected pairs that no step reaches: a row up to so many is the last
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,22 @@ def rows(device: str, width: int | None = None) -> list[Row]:
     return [r for r in found if r.max_width == limit]
 
 
+def measured(device: str, capability: int) -> str:
+    """The device whose rows are used for ``device``."""
+    return HOPPER if device not in _tables() and capability == 90 else device
+
+
+def last_tokens(max_pairs: float, top_k: int, num_experts: int) -> int:
+    """The largest token count for which ``choose`` takes a row of ``max_pairs`` pairs an expert; 0 for none."""
+    tokens = int(max_pairs * num_experts / top_k) + 1
+    while tokens and tokens * top_k / max(num_experts, 1) > max_pairs:
+        tokens -= 1
+    return tokens
+
+
 def choose(tokens: int, top_k: int, num_experts: int, device: str, capability: int, width: int) -> Plan:
     """The plan for a call: ``num_experts`` over all ranks, ``width`` of one rank's expert (padded to 64)."""
-    if device not in _tables() and capability == 90:
-        device = HOPPER
-    table = rows(device, width)
+    table = rows(measured(device, capability), width)
     pairs = tokens * top_k / max(num_experts, 1)
     plan = next((r.plan for r in table if pairs <= r.max_pairs), table[-1].plan)
     if capability < 90:

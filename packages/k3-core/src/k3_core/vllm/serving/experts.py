@@ -6,7 +6,7 @@ copy of a layer's experts exists at any time. A few experts wait in host memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
@@ -171,6 +171,11 @@ class RearrangedStore:
         e = self._experts
         return {"w13": e.w13, "s13": e.s13, "w2": e.w2, "s2": e.s2}
 
+    def variant_key(self) -> Hashable:
+        """Everything of the wheel's storage that is no tensor: sizes, form, whether scales are wide."""
+        values = vars(self._experts).items()
+        return tuple((name, value) for name, value in values if not isinstance(value, Tensor))
+
 
 class RoutedExperts(nn.Module):
     """The routed experts of one rank, and which global ids they have.
@@ -204,3 +209,8 @@ class RoutedExperts(nn.Module):
     def weights(self) -> Any:
         """The object that the implementation's launcher takes."""
         return self.store.weights()
+
+    def variant_key(self) -> Hashable:
+        """What the kernels are compiled for and no tensor's shape tells: how the store says it, if it does."""
+        key: Hashable = self.store.variant_key() if isinstance(self.store, RearrangedStore) else ()
+        return key

@@ -7,7 +7,8 @@ a CPU apply. A matrix that holds rows of several checkpoint tensors, some cut an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,6 +36,21 @@ class Loadable(nn.Module):
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """(released name below this module, destination of this rank's part). Shapes equal those of the parts."""
         raise NotImplementedError
+
+
+def variant_key(layer: nn.Module) -> Hashable:
+    """What of a layer decides which variants of kernels it launches.
+
+    The types of its parts; dtype, shape, strides and 16-byte alignment of its tensors; and what no tensor tells: a part
+    that compiles constants of its own (say, of its weights' values) gives them by a method ``variant_key()``.
+    """
+    tensors = chain(layer.named_parameters(), layer.named_buffers())
+    modules = list(layer.named_modules())
+    return (
+        tuple((name, type(module)) for name, module in modules),
+        tuple((name, t.dtype, tuple(t.shape), t.stride(), t.data_ptr() % 16 == 0) for name, t in tensors),
+        tuple((name, module.variant_key()) for name, module in modules if hasattr(module, "variant_key")),
+    )
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

@@ -10,7 +10,8 @@ Auxiliary hidden states (for draft models) come in two readings: the prefix, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -27,7 +28,7 @@ from k3_core.contracts.attn_res import Schedule
 from k3_core.errors import ConfigError
 from k3_core.vllm.serving.attn_res import Mix
 from k3_core.vllm.serving.dispatch import Choose
-from k3_core.vllm.serving.modules import Loadable, below, norm, tp
+from k3_core.vllm.serving.modules import Loadable, below, norm, tp, variant_key
 
 #: Readings of an auxiliary hidden state: the running prefix, or the mix that the next layer would see.
 AuxStream = Literal["prefix", "attn_res"]
@@ -68,6 +69,7 @@ class TextStack(Loadable, EagleModelMixin):
             self.norm = norm(text.hidden_size, text.rms_norm_eps)
             if self.schedule is not None:
                 self.output_attn_res = Mix(text, self.schedule.output_blocks, choose)
+        self._chosen: list[int] | None = None
         self.aux_stream: AuxStream = aux_stream(vllm_config)
         if not self.last:
             # vLLM tells the last stage, where the draft is, and no other; the states have to come from all of them.
@@ -79,10 +81,15 @@ class TextStack(Loadable, EagleModelMixin):
         return self.aux_hidden_state_layers
 
     def receive(self, hidden: Tensor, intermediate: IntermediateTensors | None) -> tuple[Tensor, Tensor]:
-        """(prefix, bank with this stage's slots) at the start of a stage. Unwritten slots are uninitialised."""
+        """(prefix, bank with this stage's slots) at the start of a stage.
+
+        Unwritten slots are uninitialised; zeros where not all layers run, and so not all are written before they are
+        read.
+        """
         assert self.stage is not None
         prefix = hidden if intermediate is None else intermediate["hidden_states"]
-        bank = prefix.new_empty(prefix.shape[0], self.stage.num_slots, prefix.shape[1])
+        make = prefix.new_empty if self._chosen is None else prefix.new_zeros
+        bank = make(prefix.shape[0], self.stage.num_slots, prefix.shape[1])
         if intermediate is not None:
             bank[:, : self.stage.received_blocks] = intermediate["residual"]
         return prefix, bank
@@ -118,6 +125,38 @@ class TextStack(Loadable, EagleModelMixin):
         return IntermediateTensors(
             {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
         )
+
+    def running(self) -> Sequence[int]:
+        """Indices of the layers that a forward pass runs: this stage's, or those of :meth:`one_of_each_kind`."""
+        return range(self.start_layer, self.end_layer) if self._chosen is None else self._chosen
+
+    @contextmanager
+    def one_of_each_kind(self) -> Iterator[list[int]]:
+        """Within it a forward pass runs the first layer of each kind only, whose indices it gives.
+
+        For warm-ups: results are meaningless, but every kernel variant of the whole stage is launched.
+        """
+        first: dict[Hashable, int] = {}
+        for index, layer in self.own_layers():
+            first.setdefault(self.kind(index, layer), index)
+        self._chosen = sorted(first.values())
+        try:
+            yield self._chosen
+        finally:
+            self._chosen = None
+
+    def kind(self, index: int, layer: nn.Module) -> tuple[tuple[Hashable, ...], Hashable]:
+        """All that decides which kernel variants a layer launches; layers of one kind launch the same.
+
+        Its place: the stage's first layer has no delta before it; blocks that its two mixes read (also their slots);
+        whether it writes one; an auxiliary state before it (each a kind of its own, as a hand-over counts them).
+        And what it is made of: :func:`~k3_core.vllm.serving.modules.variant_key`.
+        """
+        place: tuple[Hashable, ...] = (index == self.start_layer, index if index in self.aux_layers else None)
+        if self.schedule is not None:
+            write = self.schedule.write_index(index) is not None
+            place += (self.schedule.attn_blocks(index), self.schedule.mlp_blocks(index), write)
+        return place, variant_key(layer)
 
     def own_layers(self) -> Iterator[tuple[int, Any]]:
         """(index, layer) of this stage."""

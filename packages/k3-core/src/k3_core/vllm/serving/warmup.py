@@ -1,8 +1,12 @@
 """Compiling every kernel variant that serving can meet, before the first request.
 
 Triton compiles a variant when it first meets its constants, dtypes, alignments, and integers that are one or divisible
-by 16. Token counts decide most of them: the model runs once, without metadata, at each count at which a tuning table
-or such a property changes. KDA's kernels do not run without metadata, so one layer runs them on pools of its own.
+by 16. Token counts decide most of them: one layer of each kind runs, without metadata, at a count of every class that
+a tuning table or such a property makes of them. KDA's kernels do not run without metadata, so one layer runs them on
+pools of its own.
+
+What a first pass only names is compiled by several threads at once (:mod:`k3_core.operators.compiling`); the second
+launches it.
 
 It happens in vLLM's own profiling run, the first forward pass of a model, so its memory is accounted for.
 ``K3_WARMUP=0`` leaves compilation to first use: a faster start with a cold cache, and slow first requests.
@@ -13,8 +17,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -23,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3_core.operators import triton_host
+from k3_core.operators import compiling, triton_host
 from k3_core.vllm.serving.kda_layer import KdaLayer
 from k3_core.vllm.serving.kda_metadata import Decode, KdaMetadata, Prefill, Verify
 
@@ -48,35 +52,73 @@ class Limits:
         return Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, int(vllm_config.num_speculative_tokens))
 
 
+#: By table: the last count of each of its classes but the last. What lies between two of them is one class.
+Tables = Mapping[str, Iterable[int]]
+
+
+def classes(count: int, tables: Mapping[str, Sequence[int]], by_number: bool = True) -> set[tuple[str, int, str]]:
+    """What a token count means to each table, whose numbers are sorted: (table, its class, property of the number).
+
+    by_number: whether it matters that a count is one, or divisible by 16.
+    """
+    kind = "" if not by_number else "one" if count == 1 else "sixteen" if count % 16 == 0 else "other"
+    return {(name, bisect_left(edges, count), kind) for name, edges in tables.items()}
+
+
+def representatives(tables: Tables, longest: int, by_number: bool = True) -> list[int]:
+    """Few token counts in 1..``longest``, small ones, that together have every class that a count there can have.
+
+    Between two neighbouring numbers of all tables together counts differ by their property only, so the first of each
+    property stands for all of them. Of these the one that adds most classes is taken, then the next.
+    """
+    ordered = {name: sorted(set(edges)) for name, edges in tables.items()} or {"": []}
+    candidates = {1}
+    for edge in {0}.union(*ordered.values()):
+        first = edge + 1 if edge else 2
+        candidates |= {first, first + (first % 16 == 0), -(-first // 16) * 16}
+    met = {count: classes(count, ordered, by_number) for count in sorted(candidates) if 1 <= count <= longest}
+    missing: set[tuple[str, int, str]] = set().union(*met.values())
+    chosen = []
+    while missing:
+        best = max(met, key=lambda count: (len(met[count] & missing), -count))
+        missing -= met[best]
+        chosen.append(best)
+    return sorted(chosen)
+
+
 @dataclass(frozen=True)
 class WarmUp:
     """A vendor's variants.
 
     profiles: (config, limits) -> every operator's profiles, as ``Dispatch.warmup_profiles`` gives them; a profile's
-    ``tokens`` is an edge of a table over token counts.
-    edges: token counts at which further tables change.
+    ``tokens`` is the last token count of a class in the operator's tables.
+    edges: further tables of the kind, by name: the last token counts of their classes.
     step_rows: (local heads, most requests) -> row counts at which the step kernels change.
     plans: (layer, longest, device) -> further plans of one prompt of the longest length, cut as no other is.
+    more: (text model) -> meets what else the vendor compiles.
+    ahead: (text model) -> whether nothing but this wheel's own kernels reads indices that they write, so that variants
+    may be compiled before any is launched (``compiling.ahead``).
+    by_number: whether a kernel is specialised on a token count's being one or divisible by 16.
     """
 
     profiles: Callable[[Any, Limits], Mapping[str, Iterable[Any]]]
-    edges: Callable[[], Iterable[int]] = tuple
+    edges: Callable[[], Tables] = dict
     step_rows: Callable[[int, int], Iterable[int]] = lambda heads, most: ()
     plans: Callable[[KdaLayer, int, torch.device], Iterable[Any]] = lambda layer, longest, device: ()
+    more: Callable[[Any], None] = lambda text_model: None
+    ahead: Callable[[Any], bool] = lambda text_model: False
+    by_number: bool = True
+
+    def tables(self, config: Any, limits: Limits) -> dict[str, list[int]]:
+        """Last token counts of the classes of every table, sorted."""
+        found = {name: list(edges) for name, edges in self.edges().items()}
+        for name, profiles in self.profiles(config, limits).items():
+            found.setdefault(name, []).extend(p["tokens"] for p in profiles if isinstance(p, dict) and "tokens" in p)
+        return {name: sorted(set(edges)) for name, edges in found.items()}
 
     def token_counts(self, config: Any, limits: Limits) -> list[int]:
-        """Token counts that together reach every variant of the kernels that run on all tokens of a step.
-
-        Both sides of every edge of a tuning table, each with a count divisible by 16 and one that is not.
-        """
-        edges = {1, 2, limits.max_num_batched_tokens, *self.edges()}
-        for profiles in self.profiles(config, limits).values():
-            edges |= {profile["tokens"] for profile in profiles if isinstance(profile, dict) and "tokens" in profile}
-        counts: set[int] = set()
-        for edge in edges:
-            up = -(-edge // 16) * 16
-            counts |= {edge, edge + 1, up, up + 1, up + 16, max(up - 16, 1), max(edge - 1, 1)}
-        return sorted(count for count in counts if 1 <= count <= limits.max_num_batched_tokens)
+        """Token counts that together reach every variant of the kernels that run on all tokens of a step."""
+        return representatives(self.tables(config, limits), limits.max_num_batched_tokens, self.by_number)
 
     @torch.no_grad()
     def run(self, text_model: Any) -> None:
@@ -84,24 +126,42 @@ class WarmUp:
         if os.environ.get("K3_WARMUP", "1") == "0":
             logger.info("Kimi K3: K3_WARMUP=0, kernels are compiled when they are first used")
             return
-        started = time.monotonic()
+        with compiling.timed() as spent:
+            if self.ahead(text_model):
+                with spent.part("ahead of launches"), compiling.ahead() as possible:
+                    if possible:
+                        self.meet(text_model, spent, "named")
+            self.meet(text_model, spent, "launched")
+            torch.cuda.synchronize()
+        logger.info("Kimi K3: kernels compiled or loaded in %s", spent.told())
+
+    def meet(self, text_model: Any, spent: compiling.Spent, word: str) -> None:
+        """Every variant once; ``word`` says in ``spent`` what it took."""
         limits = Limits.of(text_model.vllm_config)
         dtype = text_model.model_config.dtype
         device = torch.device("cuda", torch.cuda.current_device())
         counts = self.token_counts(text_model.config, limits)
-
-        def run(count: int) -> None:
-            _run_tokens(text_model.model, count, dtype, device)
-
-        for count in counts + storage_edges(run, limits.max_num_batched_tokens):
-            run(count)
+        with spent.part(f"{word}, {len(counts)} step sizes"):
+            self.run_tokens(text_model.model, counts, limits.max_num_batched_tokens, dtype, device)
         kda = next((m for m in text_model.modules() if isinstance(m, KdaLayer)), None)
         if kda is not None:
-            self.run_kda(kda, limits, dtype, device)
-        torch.cuda.synchronize()
-        logger.info(
-            "Kimi K3: kernels compiled or loaded in %.1f s (%d step sizes)", time.monotonic() - started, len(counts)
-        )
+            with spent.part(f"{word}, KDA"):
+                self.run_kda(kda, limits, dtype, device)
+        with spent.part(f"{word}, few rows"):
+            self.more(text_model)
+
+    def run_tokens(
+        self, model: Any, counts: list[int], longest: int, dtype: torch.dtype, device: torch.device
+    ) -> list[int]:
+        """One layer of each kind of ``model`` (a ``TextStack``) at each count; returns the layers' indices."""
+
+        def run(count: int) -> None:
+            _run_tokens(model, count, dtype, device)
+
+        with model.one_of_each_kind() as layers:
+            for count in counts + storage_edges(run, longest):
+                run(count)
+        return list(layers)
 
     def run_kda(self, layer: KdaLayer, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
         """Every variant of the KDA kernels: decoding, verification, prompts of one and of several segments.

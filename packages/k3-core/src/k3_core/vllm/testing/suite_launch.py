@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from k3_core.checkpoint import CheckpointReader
+from k3_core.checkpoint import CheckpointReader, write_tiny
 from k3_core.operators import CallSpec
 from k3_core.vllm.serving.kda_layer import KdaLayer
 from k3_core.vllm.serving.kda_metadata import Decode, KdaMetadata, Verify
@@ -87,6 +87,24 @@ class LaunchSuite(VendorSuite):
         monkeypatch.setattr(InterpretedFunction, "__getitem__", note, raising=False)
         return names
 
+    @pytest.fixture
+    def variants(self, chosen_for_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+        """Variants of the kernels that would have been launched."""
+        from triton.runtime.jit import KernelInterface
+
+        from k3_core.testing.variants import variant
+
+        met: set[Any] = set()
+
+        def note(kernel: Any, grid: Any) -> Any:
+            return lambda *args, **named: met.add(variant(kernel, args, named))
+
+        monkeypatch.setattr(KernelInterface, "__getitem__", note)
+        return met
+
+    def as_on_a_gpu(self, model: Any) -> None:
+        """Let the layers of a model that was built on a CPU use the vendor's kernels everywhere."""
+
     def make(self, folder: Path, **options: Any) -> Any:
         """A loaded bf16 text model."""
         with groups(Group(), Group()):
@@ -113,6 +131,54 @@ class LaunchSuite(VendorSuite):
             assert part in names, f"no kernel named like {part} in {sorted(set(launched))}"
         # attention mix and MLP mix of 5 layers, and the output mix
         assert sum("attn_res" in name for name in launched) == 11
+
+    def test_one_layer_of_each_kind_launches_every_variant(
+        self, tmp_path: Path, variants: set[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What a warm-up launches equals what the whole model does, one layer's experts having wide scales.
+
+        Mutants: kinds that do not tell wide scales, blocks, or what a layer is made of apart.
+        """
+        from vllm.forward_context import set_forward_context
+
+        from k3_core.vllm.serving.experts import RearrangedStore
+        from k3_core.vllm.serving.stack import TextStack
+
+        warm_up = self.vendor.module("warmup").WARM_UP
+        model = self.make(write_tiny(tmp_path / "13", "k3-13", seed=11))
+        self.as_on_a_gpu(model)
+        layers = dict(model.model.own_layers())
+        kinds = {index: model.model.kind(index, layer) for index, layer in layers.items()}
+        wide = next(i for i in layers if layers[i].is_moe and kinds[i] in [kinds[j] for j in range(i)])
+        layers[wide].feed_forward.experts.weights().wide_scales = True
+        counts, longest = warm_up.token_counts(model.config, Limits(300, 8, 0)), 300
+
+        def met() -> tuple[int, set[Any]]:
+            variants.clear()
+            context = set_forward_context(None, model.vllm_config)
+            with groups(Group(), Group()), torch.no_grad(), context:
+                ran = warm_up.run_tokens(model.model, counts, longest, torch.bfloat16, torch.device("cpu"))
+            return len(ran), set(variants)
+
+        with monkeypatch.context() as all_layers:
+            all_layers.setattr(TextStack, "kind", lambda model, index, layer: index)
+            number, whole = met()
+        assert number == len(layers)
+        assert len(whole) > 20
+        number, short = met()
+        assert number < len(layers)
+        assert short == whole
+        assert list(model.model.running()) == list(layers)
+        kind = TextStack.kind
+        mutants: list[tuple[Any, str, Any]] = [
+            (RearrangedStore, "variant_key", lambda store: ()),
+            (TextStack, "kind", lambda *of: (kind(*of)[0][:2], kind(*of)[1])),
+            (TextStack, "kind", lambda *of: kind(*of)[0]),
+        ]
+        for owner, name, blind in mutants:
+            with monkeypatch.context() as broken:
+                broken.setattr(owner, name, blind)
+                assert met()[1] < whole
 
     @pytest.mark.parametrize("drafts", [0, 3])
     def test_every_kind_of_step_passes_the_kernels_checks(self, drafts: int, tiny: Path, launched: list[str]) -> None:

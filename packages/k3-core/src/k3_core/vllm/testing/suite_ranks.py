@@ -6,7 +6,7 @@ collectives would; caches start full of NaN, so a slot that is read before it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -250,22 +250,24 @@ class RankSuite(VendorSuite):
             assert old.isnan().equal(new.isnan())
             assert old.isnan().all()
 
-    def test_warm_up_covers_both_sides_of_every_edge(self, tiny: Path) -> None:
+    def test_warm_up_covers_every_class_of_token_counts(self, tiny: Path) -> None:
         pytest.importorskip("triton")
-        from k3_core.vllm.serving.warmup import Limits
+        from k3_core.vllm.serving.warmup import Limits, classes
 
         warm_up = self.vendor.module("warmup").WARM_UP
         config = CheckpointReader(tiny).config
-        limits = Limits(max_num_batched_tokens=8192, max_num_seqs=128, num_spec=0)
-        counts = warm_up.token_counts(config, limits)
-        assert counts[0] == 1
-        assert counts[-1] == 8192
-        for profiles in self.vendor.module("dispatch").warmup_profiles(config, limits).values():
-            for profile in profiles:
-                edge = profile.get("tokens", 1)
-                assert edge in counts
-                assert edge + 1 in counts or edge == 8192
-        assert any(count % 16 for count in counts if count > 256)
+        for longest in (1, 3, 80, 8192):
+            limits = Limits(max_num_batched_tokens=longest, max_num_seqs=128, num_spec=0)
+            counts, tables = warm_up.token_counts(config, limits), warm_up.tables(config, limits)
+            assert counts[0] == 1
+            assert counts[-1] <= longest
+
+            def met(of: Iterable[int], tables: Any = tables) -> set[Any]:
+                return set().union(*(classes(count, tables, warm_up.by_number) for count in of))
+
+            assert met(counts) == met(range(1, longest + 1))
+            assert len(tables) > 1
+            assert longest < 80 or any(met(set(counts) - {count}) < met(counts) for count in counts)
 
     def test_without_metadata_layers_give_zeros(self, tiny: Path) -> None:
         """Profiling and warm-up call a layer before any request exists."""
