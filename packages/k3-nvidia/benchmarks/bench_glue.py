@@ -123,8 +123,9 @@ def combine(tokens: int) -> Case:
     d, weights = normal(tokens * TOP_K, LATENT), torch.rand(tokens, TOP_K, device=DEVICE)
     ids = torch.rand(tokens, EXPERTS, device=DEVICE).topk(TOP_K, -1)[1].int()
     out = torch.empty(tokens, LATENT, dtype=DTYPE, device=DEVICE)
+    few, block = tokens <= router.ONE_LAUNCH_TOKENS, 512 if tokens <= 8 else 1024  # as experts.json has it
     return Case(
-        lambda: moe_combine.combine(d, weights, ids, EXPERTS, None, out, 512 if tokens <= 8 else 1024, True, True),
+        lambda: moe_combine.combine(d, weights, ids, EXPERTS, None, out, block, few, few),
         lambda: (weights.double()[..., None] * d.double().unflatten(0, (tokens, TOP_K))).sum(1),
         tokens * (TOP_K + 1) * LATENT * 2,
         (d, weights, ids, out),

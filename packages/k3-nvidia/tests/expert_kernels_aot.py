@@ -68,6 +68,7 @@ def compile_kernel(
         "hgmma": len(re.findall(r"HGMMA", sass)),
         "hmma": len(re.findall(r"HMMA", sass)),
         "hazards": sass_hazards.hazards(sass),
+        "loads_first": len(re.findall(r"\bLDG", re.split(r"\bF(?:FMA|MUL|ADD)\b", sass, maxsplit=1)[0])),
         "local_memory_ops": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         "warps": warps,
     }
@@ -139,9 +140,9 @@ def variants(device: str) -> list[tuple[str, Any, dict[str, Any], int, int, dict
     out.append(("mark", moe_worklist.mark_kernel, {"TK": 16, "EB": 1024, "HAS_MAP": False, "ROWS": 16}, 4, 3, {}))
     out.append(("count", moe_worklist.count_kernel, {"EB": 1024, "EC": 16, "WC": 32, "BN": 128}, 4, 3, {}))
     out.append(("place", moe_worklist.place_kernel, {"EB": 1024, "HAS_MAP": False, "CHUNK": 1024, "BN2": 96}, 4, 3, {}))
-    for every in (False, True):
+    for every, block in ((False, 1024), (True, 512)):
         out.append(("combine" + " every" * every, moe_combine.combine_kernel,
-                    {"TK": 16, "BLOCK": 1024, "HAS_MAP": False, "EVERY": every, "PDL": True}, 4, 3, {}))  # fmt: skip
+                    {"TK": 16, "BLOCK": block, "HAS_MAP": False, "EVERY": every, "PDL": True}, 4, 3, {}))  # fmt: skip
     out.append(("situ", situ.situ_kernel, {"ACT": 1, "BR": 16, "BC": 128, "INTERPRET": False, "PDL": True}, 4, 3, {}))
     names = ("low_ptr", "high_ptr", "low_scale_ptr", "high_scale_ptr")
     out.append(("repack", moe_repack.repack_kernel, {"KC": 4}, 4, 3, dict.fromkeys(names, "*u8")))

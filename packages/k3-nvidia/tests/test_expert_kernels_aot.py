@@ -58,6 +58,7 @@ def test_sm_90_budgets() -> None:
         assert row["stack"] == 0, f"{name} spills: {row}"
         assert row["local_memory_ops"] == 0, f"{name} spills: {row}"
         assert row["hazards"] == [], f"{name}: {row['hazards'][:5]}"
+    assert rows["combine every"]["loads_first"] >= 16, f"a row waits for another: {rows['combine every']}"
     for name in DECODE:
         row = rows[name]
         assert row["hmma"] + row["hgmma"] > 0, f"{name} does not use the tensor cores"

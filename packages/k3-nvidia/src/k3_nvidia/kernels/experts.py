@@ -302,7 +302,8 @@ def moe_forward(
     )  # fmt: skip
     _check(latent, weights, topk_ids)
     # The router chose top_k different experts of its own rows, whatever the logits: NaN has a place in its order, too.
-    every = expert_map is None and router_weight.shape[0] == weights.num_experts
+    # Only for few tokens, where the sum's time is that of its loads one after another.
+    every = plan.pdl and expert_map is None and router_weight.shape[0] == weights.num_experts
     return _products(latent, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out, every)
 
 

@@ -22,7 +22,7 @@ def combine_kernel(
     d_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr, latent, num_local, top_k, stride_d, stride_out,
     TK: tl.constexpr, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, EVERY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (column block, token). EVERY: all slots count, the ids are not read."""
+    """Program (column block, token). EVERY: TK is top_k, all slots count, the ids are not read."""
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < latent
@@ -31,12 +31,19 @@ def combine_kernel(
         gdc_launch_dependents()
     acc = tl.zeros((BLOCK,), tl.float32)
     if EVERY:
-        # Where rows are found without ids, they and the weights arrive in the time of one load instead of two.
+        # Where rows are found without ids, they and the weights arrive in the time of one load instead of two. All are
+        # asked for before the first is used: in the order of the sum ptxas waits for the first four, then for others.
+        pairs = token * TK
+        weights_at = weights_ptr + pairs
+        d_at = d_ptr + pairs * stride_d + column
+        rows = ()
         for k in tl.static_range(TK):
-            used = k < top_k
-            weight = tl.load(weights_ptr + token * top_k + k, mask=used, other=0.0)
-            d = tl.load(d_ptr + (token * top_k + k) * stride_d + column, mask=inside & used, other=0.0)
-            acc += tl.where(used, weight * d.to(tl.float32), 0.0)
+            rows = rows + (tl.load(d_at + k * stride_d, mask=inside, other=0.0),)
+        shares = ()
+        for k in tl.static_range(TK):
+            shares = shares + (tl.load(weights_at + k),)
+        for k in tl.static_range(TK):
+            acc += shares[k] * rows[k].to(tl.float32)
     elif HAS_MAP:
         # A rank of many holds few of a token's experts: only those slots are visited.
         slot = tl.arange(0, TK)
@@ -59,7 +66,7 @@ def combine_kernel(
             _, here = local_ids(ids, map_ptr, num_local, HAS_MAP, used)
             weight = tl.load(weights_ptr + token * top_k + k, mask=here, other=0.0)
             d = tl.load(d_ptr + (token * top_k + k) * stride_d + column, mask=inside & here, other=0.0)
-            acc += tl.where(here, weight * d.to(tl.float32), 0.0)
+            acc += weight * d.to(tl.float32)
     tl.store(out_ptr + token * stride_out + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -89,7 +96,7 @@ def combine(
     options = {"launch_pdl": True} if pdl else {}
     combine_kernel[(triton.cdiv(latent, block), tokens)](
         d, topk_weights, topk_ids, topk_ids if expert_map is None else expert_map, out, latent, num_local, top_k,
-        d.stride(0), out.stride(0), TK=triton.next_power_of_2(top_k), BLOCK=block, HAS_MAP=expert_map is not None,
-        EVERY=every, PDL=pdl, num_warps=max(1, min(4, block // 128)), **options,
+        d.stride(0), out.stride(0), TK=top_k if every else triton.next_power_of_2(top_k), BLOCK=block,
+        HAS_MAP=expert_map is not None, EVERY=every, PDL=pdl, num_warps=max(1, min(4, block // 128)), **options,
     )  # fmt: skip
     return out
