@@ -7,15 +7,25 @@ fence between stores and products.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_emulated import Edit, emulated
 from torch import Tensor
 
-from k3_nvidia.kernels import cuda_host, kda_passes_cuda
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # as test_kda_kernels, whichever is imported first
+pytest.importorskip("triton")
+
+from cuda_emulated import Edit, emulated
+
+from k3_nvidia.kernels import cuda_host, kda_passes_cuda, kda_prefill
 from k3_nvidia.kernels.kda_passes_cuda import REGISTERS, ScanForm
+from k3_nvidia.kernels.kda_plan import plan_prefill
+from k3_nvidia.tuning import kda as tuning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the device runs the kernels themselves")
 DIM, HEADS = 128, 2
@@ -155,3 +165,49 @@ def test_shared_memory_is_what_the_source_counts(form: ScanForm) -> None:
     assert "SCAN_SHARED = BARS + 8 * STAGES + 1024" in source
     assert "fence.proxy.async" in source.split("stores_done")[1].split("\n")[0]  # products read what threads stored
     assert kda_passes_cuda.scan_bytes(form) <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("cut", "launches"),
+    [(0, [("kda_pass_cuda", False)]), (2, [("kda_pass_cuda", True)] * 2),
+     (1, [("kda_pass_cuda", True), ("kda_scan_bulk_cuda", True), ("kda_pass_cuda", True)])],
+)  # fmt: skip
+def test_only_a_pass_behind_the_local_one_or_the_local_one_itself_overlaps(
+    cut: int, launches: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output pass asks for chunks before it waits: right behind the chunk kernel they are not there yet."""
+    ran = []
+    options = {"local": {"groups": 2, "stages": 4}, "output": {"groups": 1, "stages": 3}}
+    monkeypatch.setattr(tuning, "passes", lambda: options | {"scan": {"rows": 16}, "overlap": True})
+    monkeypatch.setattr(
+        cuda_host.CudaKernel,
+        "__call__",
+        lambda self, _grid, _args, _device, overlap=False: ran.append((self.entry, overlap)),
+    )
+    plan = plan_prefill([0, 192 if cut == 1 else 256], 1, "cpu", segment_chunks=cut)
+    x, out = torch.zeros(4, 64 * DIM, dtype=torch.bfloat16), torch.zeros(256, 1, DIM, dtype=torch.bfloat16)
+    state, slots = torch.zeros(2, 1, DIM, DIM), torch.ones(1, dtype=torch.int32)
+    kda_prefill._explicit_passes((x, x, x, x, x, x.float()), state, slots, slots.bool(), plan, 1, out)
+    assert ran == launches
+
+
+def test_an_overlapped_launch_is_what_the_driver_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUlaunchConfig and CUlaunchAttribute byte by byte (cuda.h)."""
+    seen: list[bytes] = []
+
+    def launch(config: object, kernel: object, pointers: object, extra: object) -> int:
+        raw = ctypes.string_at(ctypes.addressof(config._obj), 56)  # type: ignore[attr-defined]
+        seen.extend((raw, ctypes.string_at(int.from_bytes(raw[40:48], "little"), 72)))
+        return 0
+
+    monkeypatch.setattr(cuda_host, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0x1234567890))
+    monkeypatch.setattr(cuda_host.CudaKernel, "function", lambda *_: ctypes.c_void_p(1))
+    kernel = kda_passes_cuda.scan_kernel(BULK)
+    kernel((8, 6, 1), kda_passes_cuda.ScanArguments(), torch.device("cuda", 0), True)
+    config, attribute = seen
+    sizes = [8, 6, 1, 256, 1, 1, kernel.shared]
+    assert [int.from_bytes(config[4 * i : 4 * i + 4], "little") for i in range(7)] == sizes
+    assert int.from_bytes(config[32:40], "little") == 0x1234567890
+    assert int.from_bytes(config[48:52], "little") == 1
+    assert [int.from_bytes(attribute[i : i + 4], "little") for i in (0, 8)] == [6, 1]
