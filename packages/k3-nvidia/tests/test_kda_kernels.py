@@ -21,6 +21,7 @@ import triton.language as tl
 
 from k3_core.errors import UnsupportedError
 from k3_core.operators import CallSpec, Implementation
+from k3_core.operators.kda_plan import Costs, segment_length
 from k3_core.testing import conformance
 from k3_core.testing.triton_interpreter import round_to_nearest
 from k3_nvidia.kernels import kda_checks, kda_chunk, kda_plan, kda_prefill, kda_segment, kda_step
@@ -232,6 +233,14 @@ def test_cost_model_cuts_long_sequences_of_few_heads_only():
     assert tuning.segment_length([1], 6, 128, 132) == 0
     assert tuning.segment_length([128], 96, 128, 132) == 0
     assert 4 <= tuning.segment_length([128], 6, 128, 132) <= 40
+
+
+def test_cost_model_counts_the_start_of_a_wave():
+    """8192 tokens, 132 units, steps of the CUDA passes, a cheap scan: as measured, 6 heads 11 segments, 12 heads 5."""
+    steps = {"local": 1.18, "scan": 0.7, "output": 1.9, "cut": 4.0, "rows_local": 2, "rows_output": 2}
+    costs = Costs(units=132, **steps, concurrent_local=1, concurrent_output=1, wave=3.0)
+    assert [segment_length([128], heads, costs) for heads in (6, 12)] == [12, 26]
+    assert segment_length([128], 12, replace(costs, wave=0.0)) == 12  # two waves
 
 
 def test_step_launch_is_defined_for_every_size():

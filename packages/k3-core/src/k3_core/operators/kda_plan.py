@@ -102,7 +102,8 @@ MIN_CHUNKS = 3
 @dataclass(frozen=True)
 class Costs:
     """What the cost model knows of a device. Times are microseconds: a chunk of a local or output chain, a segment of
-    a scan, and once for cutting at all. rows_*: programs of one head and segment; concurrent_*: programs a unit runs.
+    a scan, and once for cutting at all; wave: what a chain takes before its first step, for each wave but the first.
+    rows_*: programs of one head and segment; concurrent_*: programs a unit runs.
     """
 
     units: int
@@ -114,6 +115,7 @@ class Costs:
     rows_output: int
     concurrent_local: int
     concurrent_output: int
+    wave: float = 0.0
 
 
 def segment_length(chunks: Sequence[int], heads: int, costs: Costs) -> int:
@@ -123,22 +125,23 @@ def segment_length(chunks: Sequence[int], heads: int, costs: Costs) -> int:
     half a chain is added for their ragged end.
     """
 
-    def steps(chain: int, chains: int, work: int, places: int) -> float:
+    def duration(chain: int, chains: int, work: int, places: int, step: float) -> float:
         waves = -(-chains // places)
-        return float(chain * waves) if waves <= 4 else work / places + 0.5 * chain
+        steps = chain * waves if waves <= 4 else work / places + 0.5 * chain
+        return steps * step + (waves - 1) * costs.wave
 
     def estimate(cut: int) -> float:
         pieces = [-(-c // cut) for c in chunks]
         longest = max(-(-c // n) for c, n in zip(chunks, pieces, strict=True))
         programs = heads * costs.rows_output
         places = costs.units * costs.concurrent_output
-        output = steps(longest, programs * sum(pieces), programs * sum(chunks), places) * costs.output
+        output = duration(longest, programs * sum(pieces), programs * sum(chunks), places, costs.output)
         more = sum(n - 1 for n in pieces)
         if not more:
             return output
         chains = heads * costs.rows_local * more
-        local = steps(longest, chains, chains * longest, costs.units * costs.concurrent_local)
-        return output + local * costs.local + max(pieces) * costs.scan + costs.cut
+        local = duration(longest, chains, chains * longest, costs.units * costs.concurrent_local, costs.local)
+        return output + local + max(pieces) * costs.scan + costs.cut
 
     longest = max(chunks, default=0)
     if longest <= MIN_CHUNKS:
