@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -408,14 +409,14 @@ def rival() -> None:
         report(part="rival", heads=heads, lengths=str(lengths)[:40], segments=plan.num_segments, us=us, ratio=ratio)
 
 
-def conform() -> None:
-    """Every small and real case of the operator through this wheel's kernels as the table has them."""
+def conform(choose: Callable[[], None] = chosen_form) -> None:
+    """Every small and real case of the operator through this wheel's kernels as the table, or ``choose``, has them."""
     import conformance as script
 
     from k3_core.testing import conformance as suite
     from k3_nvidia.kernels import kda_passes_cuda
 
-    chosen_form()
+    choose()
     tuning.prefill_engine = lambda *_: "chunks"
     ran = {"chunk": 0, "passes": 0}
     chunk, output = kda_chunk_cuda.chunk, kda_passes_cuda.output

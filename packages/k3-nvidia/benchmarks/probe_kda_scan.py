@@ -1,7 +1,8 @@
 """Forms of the scan of kda_passes_cuda on one GPU: each against fp64 and the others, then all in CUDA graphs.
 
-``python probe_kda_scan.py [--parts check,times,cuts] [--rival 0]``: a line a measurement. A form that fails a check is
-not timed, and the exit status is 1.
+``python probe_kda_scan.py [--parts check,times,cuts,conform] [--rival 0]``: a line a measurement. A form that fails a
+check is not timed, and the exit status is 1. conform, which is not in the default: the operator's shared cases through
+the chunk kernel, the passes and the scan 16x3 with overlapped launches, whatever tuning/kda.json says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from harness import relative_error, time_pair_graph
-from probe_kda_chunk import BOUND, DIM, REAL, SHAPES, report, serving_case
+from probe_kda_chunk import BOUND, DIM, REAL, SHAPES, conform, report, serving_case
 from torch import Tensor
 
 from k3_core.contracts import kda as contract
@@ -23,6 +24,7 @@ from k3_nvidia.kernels import kda_chunk_cuda, kda_flash, kda_prefill
 from k3_nvidia.kernels import kda_passes_cuda as passes
 from k3_nvidia.kernels.kda_passes_cuda import REGISTERS, ScanForm
 from k3_nvidia.kernels.kda_plan import plan_prefill
+from k3_nvidia.tuning import kda as tuning
 
 kda_chunk_cuda.kernel = REAL
 #: Form of the scan, whether launches overlap.
@@ -165,6 +167,16 @@ def cuts(heads: int, tokens: int, names: list[str]) -> None:
                groups=(local, output), us=us)  # fmt: skip
 
 
+def everything_on() -> None:
+    """What tuning/kda.json would say if all CUDA kernels of prefill were chosen."""
+    tuning.table()["chunk_cuda"] = {"blocks": 3, "deep": 1}
+    tuning.table()["passes_cuda"] = {
+        "local": {"groups": 2, "stages": 4}, "output": {"groups": 1, "stages": 3}, "scan": {"rows": 16, "stages": 3},
+        "overlap": True, "cost_us": {"local": 1.18, "scan": 0.7, "output": 1.9, "cut": 4.0, "wave": 3.0},
+        "concurrent": {"local": 1, "output": 1},
+    }  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parts", default="check,times,cuts")
@@ -181,6 +193,8 @@ def main() -> int:
             times(heads, tokens, good, bool(args.rival))
         if "cuts" in args.parts:
             cuts(heads, tokens, good)
+    if "conform" in args.parts:
+        conform(everything_on)
     report(seconds=round(time.time() - began, 1))
     return int(good != names)
 
