@@ -9,9 +9,10 @@ and output processing included; ``device_ms`` is the time the device worked in a
 the same batch; waits for the host are left out, see ``engine_worker.spans``). vLLM's experts are what it chooses on
 this device (Humming on Hopper), or with ``--experts marlin`` Marlin: the rival of a row is the faster of the two.
 Alternate the processes, or start them together with ``--turns`` and let them take turns.
-``--startup`` starts an engine in a process of its own, measures nothing else and takes from
-its log what it needed after its weights ("init engine ... took": memory profile, warm-up, graphs); run it after a whole
-run of the same engine on the same machine, and every cache is warm. Appends JSON lines to engine.jsonl in $OUT.
+``--startup`` starts an engine twice in a process of its own, measures nothing else and takes from its log what it
+needed after its weights ("init engine ... took": memory profile, warm-up, graphs) and the parts that are named there:
+first with empty caches (a home of its own), then with those that the first start filled. Appends JSON lines to
+engine.jsonl in $OUT.
 """
 
 from __future__ import annotations
@@ -198,30 +199,58 @@ def rank(work: Path, options: argparse.Namespace, experts: str) -> None:
     del llm
 
 
-#: What vLLM's log says of a start, in seconds.
-SAID = {
-    "load_s": re.compile(r"Model loading took .* ([0-9.]+) seconds"),
-    "init_s": re.compile(r"init engine \(.*\) took ([0-9.]+) s"),
-    "compile_s": re.compile(r"init engine .*\(compilation: ([0-9.]+) s"),
+#: What the log says of a start: seconds, and our warm-up's parts in words.
+SAID: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
+    "load_s": (re.compile(r"Model loading took .* ([0-9.]+) seconds"), float),
+    "init_s": (re.compile(r"init engine \(.*\) took ([0-9.]+) s"), float),
+    "compile_s": (re.compile(r"init engine .*\(compilation: ([0-9.]+) s"), float),
+    "capture_s": (re.compile(r"Graph capturing finished in ([0-9.]+) secs"), float),
+    "warmup_s": (re.compile(r"Kimi K3: kernels compiled or loaded in ([0-9.]+) s"), float),
+    "warmup": (re.compile(r"Kimi K3: kernels compiled or loaded in [0-9.]+ s \((.*)\)"), str),
 }
+#: Folders of caches that a variable may have put elsewhere than below the home.
+CACHES = (
+    "TRITON_CACHE_DIR", "K3_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH",
+    "DG_JIT_CACHE_DIR", "XDG_CACHE_HOME",
+)  # fmt: skip
+
+
+def told(line: str) -> dict[str, Any]:
+    """What one line of the log says of a start."""
+    return {key: kind(match[1]) for key, (pattern, kind) in SAID.items() if (match := pattern.search(line))}
+
+
+def own_caches(home: Path) -> dict[str, str]:
+    """The environment of a process whose caches are below ``home``.
+
+    FlashInfer's stay where they are: it builds with a compiler and sources that such a machine may not have.
+    """
+    here = os.path.expanduser("~")
+    kept = {"PYTHONUSERBASE": f"{here}/.local", "FLASHINFER_WORKSPACE_BASE": here}
+    moved = {name: str(home / name.lower()) for name in CACHES}
+    return {**kept, **os.environ, **moved, "HOME": str(home)}
 
 
 def startup(who: dict[str, str]) -> None:
-    """Start the engine in a process of its own and say what its log says of it."""
-    words = [word for key, value in who.items() for word in (f"--{key}", value)]
-    began = time.monotonic()
-    child = subprocess.Popen(
-        [sys.executable, __file__, *words, "--only-start"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    found: dict[str, float] = {}
-    assert child.stdout is not None
-    for line in child.stdout:
-        print(line, end="", flush=True)
-        found |= {key: float(match[1]) for key, pattern in SAID.items() if (match := pattern.search(line))}
-    if child.wait():
-        raise RuntimeError(f"the engine ended with {child.returncode}")
+    """Start the engine with empty and with filled caches and say what its log says of it."""
     experts = "k3-nvidia" if who["impl"] == "ours" else who["experts"]
-    say(part="startup", **{**who, "experts": experts}, **found, process_s=round(time.monotonic() - began, 1))
+    words = [word for key, value in who.items() for word in (f"--{key}", value)]
+    with tempfile.TemporaryDirectory() as home:
+        for caches in ("cold", "warm"):
+            began = time.monotonic()
+            command = [sys.executable, __file__, *words, "--only-start"]
+            child = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own_caches(Path(home))
+            )
+            found: dict[str, Any] = {}
+            assert child.stdout is not None
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                found |= told(line)
+            if child.wait():
+                raise RuntimeError(f"the engine ended with {child.returncode}")
+            seconds = round(time.monotonic() - began, 1)
+            say(part="startup", caches=caches, **{**who, "experts": experts}, **found, process_s=seconds)
 
 
 def main() -> int:
@@ -231,7 +260,7 @@ def main() -> int:
     parser.add_argument("--experts", default="auto", choices=("auto", "marlin"), help="of the upstream model")
     parser.add_argument("--rounds", type=int, default=1, help="times that every row is measured")
     parser.add_argument("--turns", help="FOLDER:INDEX:COUNT, engines that share this GPU (engine_turns.py)")
-    parser.add_argument("--startup", action="store_true", help="only start it, in a process of its own")
+    parser.add_argument("--startup", action="store_true", help="only start it, with empty and with filled caches")
     parser.add_argument("--only-start", action="store_true", help="(internal) that process")
     options = parser.parse_args()
     if not torch.cuda.is_available() and options.shape != "tiny":

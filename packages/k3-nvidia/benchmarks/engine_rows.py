@@ -40,9 +40,9 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def case_of(record: Mapping[str, Any]) -> str | None:
-    """``tp16 decode 8``, ``tp8 prefill 8192`` or ``tp16 start``; None for a record of something else."""
+    """``tp16 decode 8``, ``tp8 prefill 8192``, ``tp16 (cold) start``; None for a record of something else."""
     if record.get("part") == "startup":
-        return f"{record['shape']} start"
+        return f"{record['shape']} {'cold ' if record.get('caches') == 'cold' else ''}start"
     for kind, key in (("decode", "decode_batch"), ("prefill", "prefill")):
         if key in record and "ms" in record:
             return f"{record['shape']} {kind} {record[key]}"
@@ -85,7 +85,7 @@ def write(out: Path) -> Path:
     notes = [
         "decode: one step of that many requests; prefill: a prompt of that many tokens and one generated token. ratio: "
         "ours over the faster rival; device: the device's own time, waits for the host left out. start: seconds that "
-        "an engine needs after its weights (memory profile, warm-up, graphs) with warm caches."
+        "an engine needs after its weights (memory profile, warm-up, graphs) with warm caches; cold start: with none."
     ]
     data = {"title": title, "environment": environment, "rows": rows(found), "notes": notes}
     if where := engine_timeline.tables(found):

@@ -74,6 +74,34 @@ def test_a_start_is_a_row_of_seconds() -> None:
     ]
     row = {"ours": 4.0, "humming": 10.0, "marlin": 16.0, "ratio": 0.4}
     assert engine_rows.rows(found) == {"tp16 start": row}
+    both = [{**record, "caches": "warm"} for record in found]
+    both += [{**record, "caches": "cold", "init_s": 9 * record["init_s"]} for record in found]
+    assert engine_rows.rows(both) == {
+        "tp16 start": row,
+        "tp16 cold start": {"ours": 36.0, "humming": 90.0, "marlin": 144.0, "ratio": 0.4},
+    }
+
+
+def test_a_start_is_read_from_the_log() -> None:
+    pytest.importorskip("vllm")
+    import bench_engine
+
+    from k3_core.operators import compiling
+
+    spent = compiling.Spent()
+    with spent.part("launched, 14 step sizes"):
+        spent.compiled("Triton", 2.5, False)
+    found = bench_engine.told(
+        f"(EngineCore pid=3) INFO [warmup.py:9] Kimi K3: kernels compiled or loaded in {spent.told()}"
+    )
+    assert found["warmup_s"] == 0.0
+    assert found["warmup"] == "launched, 14 step sizes 0.0 s; Triton: 1 compiled and 0 loaded in 2.5 s"
+    init = "init engine (profile, create kv cache, warmup model) took 23.45 s (compilation: 7.50 s)"
+    assert bench_engine.told(init) == {"init_s": 23.45, "compile_s": 7.5}
+    assert bench_engine.told("Graph capturing finished in 12 secs, took 0.50 GiB") == {"capture_s": 12.0}
+    caches = bench_engine.own_caches(Path("/empty"))
+    assert caches["HOME"] == "/empty"
+    assert all(caches[name].startswith("/empty/") for name in bench_engine.CACHES)
 
 
 def test_attn_res_table_takes_the_best_and_keeps_what_was_not_measured(tmp_path: Path) -> None:
@@ -153,3 +181,53 @@ def test_a_tile_takes_the_place_of_another_where_it_gains() -> None:
     assert table["choice"] == {"listing": 4, "few": 4, "many": 1}
     assert table["measured"].startswith("a GPU, ")
     assert sweep_glue.tuning.table()["measured"] != table["measured"], "the table in use is not the one written"
+
+
+def test_the_sweep_writes_what_it_measured_and_what_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With invented times, the checks real: a tile that is wrong has no time and cannot win."""
+    import sweep_glue
+
+    def times(sides: list[Any], repeat: int) -> list[float]:
+        for side in sides:
+            side[0]()
+        return [float(len(sides) - i) for i in range(len(sides))]  # the later, the faster
+
+    monkeypatch.setattr(sweep_glue, "time_pair_graph", times)
+    before = json.dumps(sweep_glue.tuning.table())
+    monkeypatch.setitem(sweep_glue.SITU, 64, ((1, 256, 2), (1, 128, 1)))
+    right = sweep_glue.situ_tiles
+
+    def one_wrong(case: Any, tokens: int) -> Any:
+        return right(case, tokens) | {"9-9-9": lambda: torch.full_like(case.call(), 7.0)}
+
+    make = sweep_glue._of(sweep_glue.bench_glue.CASES["situ shared"], one_wrong)
+    monkeypatch.setitem(sweep_glue.KERNELS, "situ shared", ((1, 32), make))
+    sweep_glue.run(tmp_path, ["situ shared", "beta T32"])
+    found = json.loads((tmp_path / "glue_sweep.json").read_text())
+    assert list(found["rows"]) == ["situ shared T1", "situ shared T32", "beta T32"]
+    row = found["rows"]["situ shared T1"]
+    assert row["us"] == {"1-512-4": 4.0, "1-256-2": 3.0, "1-128-1": 2.0}
+    assert row["copy us"] == 1.0
+    assert "relative error" in row["9-9-9 failed"]
+    table = json.loads((tmp_path / "tuning_glue.json").read_text())
+    assert tuple(table["situ"][0].values()) == (64, 1, 128, 1)
+    assert table["sigmoid"] == {"elements": 2048, "warps": 4}
+    assert json.dumps(sweep_glue.tuning.table()) == before, "the sweep leaves its choices behind"
+    sweep_glue.run(tmp_path, [], seconds=-1.0)
+    assert json.loads((tmp_path / "glue_sweep.json").read_text())["rows"] == found["rows"], "began after its time"
+
+
+def test_a_tile_is_the_first_entry_that_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from k3_nvidia.kernels import situ
+    from k3_nvidia.tuning import glue as tuning
+
+    entries = [
+        {"up_to": 2, "rows": 1, "columns": 512, "warps": 4},
+        {"up_to": None, "rows": 4, "columns": 64, "warps": 2},
+    ]
+    monkeypatch.setitem(tuning.table(), "situ", entries)
+    assert [situ.blocks(rows, 100) for rows in (1, 2, 3, 9999)] == [(1, 128, 4), (1, 128, 4), (4, 64, 2), (4, 64, 2)]
+    assert situ.warmup_profiles(None, None) == [{"tokens": 2}]
+    monkeypatch.setitem(tuning.table(), "situ", entries[:1])
+    with pytest.raises(ValueError, match="open-ended"):
+        tuning.situ(3)

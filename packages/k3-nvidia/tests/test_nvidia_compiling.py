@@ -20,6 +20,8 @@ from k3_core.operators import compiling, triton_host
 from k3_nvidia.kernels import cuda_host
 from k3_nvidia.kernels.situ import situ_kernel
 
+pytestmark = pytest.mark.usefixtures("without_interpreter")
+
 OPTIONS: dict[str, Any] = {"ACT": 1, "BR": 1, "INTERPRET": False, "PDL": False, "num_warps": 4}
 
 

@@ -19,6 +19,8 @@ from k3_nvidia.kernels import attn_res, attn_res_cluster, experts, glue, moe_lay
 from k3_nvidia.tuning import attn_res as attn_res_tuning
 from k3_nvidia.tuning import experts as experts_tuning
 
+pytestmark = pytest.mark.usefixtures("without_interpreter")
+
 HIDDEN, LATENT, EXPERTS, TOP_K = 7168, 3584, 896, 16
 LONGEST = 8192
 CONFIG: Any = SimpleNamespace(

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 
+@functools.cache
+def _compiled_form(kernel: Any) -> Any:
+    """The kernel as it would be without Triton's interpreter, which drops what is declared of parameters."""
+    if hasattr(kernel, "params"):
+        return kernel
+    from triton import JITFunction
+
+    return JITFunction(kernel.fn, **kernel.kwargs)
+
+
 def variant(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Hashable:
     """(name, what each parameter is specialised on, launch options) of ``kernel[grid](*args, **named)``.
 
-    kernel: a ``triton.JITFunction``. Constants count by value; tensors by dtype and 16-byte alignment; integers by
-    width and, unless the kernel says otherwise, by being one and by being divisible by 16; floats by being that.
+    kernel: what ``triton.jit`` made, with or without the interpreter. Constants count by value; tensors by dtype and
+    16-byte alignment; integers by width and, unless the kernel says otherwise, by being one and by being divisible by
+    16; floats by being that.
     """
+    kernel = _compiled_form(kernel)
     values = dict(zip(kernel.arg_names, args, strict=False)) | named
     traits = []
     for parameter in kernel.params:
