@@ -16,7 +16,7 @@ from typing import Any
 import triton
 
 from k3_core.testing import triton_aot
-from k3_nvidia.kernels import attn_res, attn_res_ring, glue
+from k3_nvidia.kernels import attn_res, attn_res_ring, glue, latent_check
 from k3_nvidia.tuning import attn_res as tuning
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -26,6 +26,7 @@ ROWS = ("out_ptr", "prefix_ptr", "delta_ptr", "bank_ptr", "norm_ptr", "proj_ptr"
 ROWS += ("z_ptr", "f_ptr", "b_ptr", "weight_ptr", "x_ptr", "gate_ptr", "q_ptr", "latent_ptr", "zero_ptr")
 ROWS += ("o_ptr", "x_q_ptr", "x_latent_ptr", "weight_q_ptr", "weight_latent_ptr", "x_shared_ptr", "mark_ptr")
 TYPES = dict.fromkeys(ROWS, "*bf16") | {"beta_ptr": "*fp32", "eps": "fp32", "out_eps": "fp32", "bounds_ptr": "*i32"}
+TYPES |= {"pages_ptr": "*i16", "table_ptr": "*i32", "lengths_ptr": "*i32"}
 HIDDEN = 7168
 
 Variant = tuple[str, Any, dict[str, Any], int, int | None]
@@ -62,6 +63,8 @@ def variants() -> Iterator[Variant]:
     for whole in (False, True):
         norms = {"BQ": 2048, "BL": 512, "BS": 64, "BZ": 1024, "HAS_Q": True, "MARKS": True, "WHOLE": whole, "PDL": True}
         yield "low_rank_norms" + " whole" * whole, glue.low_rank_norms_kernel, norms, 4, None
+    pages = {"MASK": 0x7F80, "BR": latent_check.ROWS, "BC": latent_check.COLUMNS, "TILES": 9}
+    yield "latent_check", latent_check.latent_check_kernel, pages, 4, None
     yield "sigmoid_mul", glue.sigmoid_mul_kernel, {"BLOCK": 1024, "PDL": True, "INTERPRET": False}, 4, None
     yield from small_tiles()
 
