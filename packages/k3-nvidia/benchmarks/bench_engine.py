@@ -10,9 +10,9 @@ the same batch; waits for the host are left out, see ``engine_worker.spans``). v
 this device (Humming on Hopper), or with ``--experts marlin`` Marlin: the rival of a row is the faster of the two.
 Alternate the processes, or start them together with ``--turns`` and let them take turns.
 ``--startup`` starts an engine twice in a process of its own, measures nothing else and takes from its log what it
-needed after its weights ("init engine ... took": memory profile, warm-up, graphs) and the parts that are named there:
-first with empty caches (a home of its own), then with those that the first start filled. Appends JSON lines to
-engine.jsonl in $OUT.
+needed after its weights ("init engine ... took": memory profile, warm-up, graphs), the parts that are named there, and
+the log's longest silences: first with empty caches (a home of its own), then with those that the first start filled.
+Appends JSON lines to engine.jsonl in $OUT.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +222,16 @@ def told(line: str) -> dict[str, Any]:
     return {key: kind(match[1]) for key, (pattern, kind) in SAID.items() if (match := pattern.search(line))}
 
 
+def waits(heard: list[tuple[float, str]], most: int = 12) -> list[list[Any]]:
+    """Where a start spent its time: the longest silences of its log, in their order, with the line that ended each.
+
+    heard: (seconds, line). Gives [seconds, the line without what is before its file's name, at most 100 characters].
+    """
+    silences = [(now - before, number, line) for number, ((before, _), (now, line)) in enumerate(pairwise(heard))]
+    longest = sorted(sorted(silences, reverse=True)[:most], key=itemgetter(1))
+    return [[round(gap, 2), line.rstrip().split("] ", 1)[-1][:100]] for gap, _, line in longest if gap >= 0.05]
+
+
 def own_caches(home: Path) -> dict[str, str]:
     """The environment of a process whose caches are below ``home``.
 
@@ -228,7 +240,7 @@ def own_caches(home: Path) -> dict[str, str]:
     here = os.path.expanduser("~")
     kept = {"PYTHONUSERBASE": f"{here}/.local", "FLASHINFER_WORKSPACE_BASE": here}
     moved = {name: str(home / name.lower()) for name in CACHES}
-    return {**kept, **os.environ, **moved, "HOME": str(home)}
+    return {**kept, **os.environ, **moved, "HOME": str(home), "PYTHONUNBUFFERED": "1"}
 
 
 def startup(who: dict[str, str]) -> None:
@@ -243,14 +255,17 @@ def startup(who: dict[str, str]) -> None:
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own_caches(Path(home))
             )
             found: dict[str, Any] = {}
+            heard = [(began, "")]
             assert child.stdout is not None
             for line in child.stdout:
                 print(line, end="", flush=True)
+                heard.append((time.monotonic(), line))
                 found |= told(line)
             if child.wait():
                 raise RuntimeError(f"the engine ended with {child.returncode}")
             seconds = round(time.monotonic() - began, 1)
-            say(part="startup", caches=caches, **{**who, "experts": experts}, **found, process_s=seconds)
+            found |= {"process_s": seconds, "waits": waits(heard)}
+            say(part="startup", caches=caches, **{**who, "experts": experts}, **found)
 
 
 def main() -> int:

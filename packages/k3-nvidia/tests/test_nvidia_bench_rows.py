@@ -99,6 +99,9 @@ def test_a_start_is_read_from_the_log() -> None:
     init = "init engine (profile, create kv cache, warmup model) took 23.45 s (compilation: 7.50 s)"
     assert bench_engine.told(init) == {"init_s": 23.45, "compile_s": 7.5}
     assert bench_engine.told("Graph capturing finished in 12 secs, took 0.50 GiB") == {"capture_s": 12.0}
+    heard = [(0.0, ""), (1.5, "(pid=1) INFO [a.py:3] weights\n"), (1.51, "x\n"), (4.0, "graphs\n"), (4.75, "end\n")]
+    assert bench_engine.waits(heard, 2) == [[1.5, "weights"], [2.49, "graphs"]]
+    assert len(bench_engine.waits(heard)) == 3
     caches = bench_engine.own_caches(Path("/empty"))
     assert caches["HOME"] == "/empty"
     assert all(caches[name].startswith("/empty/") for name in bench_engine.CACHES)
