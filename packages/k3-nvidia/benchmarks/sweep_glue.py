@@ -113,6 +113,7 @@ def combine_tiles(tokens: int) -> tuple[Case, Variants]:
 def listing_tiles(tokens: int) -> tuple[Case, Variants]:
     """By warps of the choice that also builds the list; the router's product is timed with it, the same in all."""
     x, weight = bench_glue.normal(tokens, bench_glue.HIDDEN), bench_glue.normal(bench_glue.EXPERTS, bench_glue.HIDDEN)
+    weight *= bench_glue.HIDDEN**-0.5  # scores that differ
     bias = torch.zeros(bench_glue.EXPERTS, device=bench_glue.DEVICE)
 
     def call() -> torch.Tensor:

@@ -147,6 +147,7 @@ def test_cases_of_the_small_kernels_are_right_and_count_their_bytes() -> None:
         assert case.bytes > 0, name
 
 
+@pytest.mark.slow
 def test_tiles_of_the_small_kernels_are_right() -> None:
     """Every tile that the sweep may choose, at a size that the interpreter can run, and the present one among them."""
     import bench_glue
@@ -186,6 +187,7 @@ def test_a_tile_takes_the_place_of_another_where_it_gains() -> None:
     assert sweep_glue.tuning.table()["measured"] != table["measured"], "the table in use is not the one written"
 
 
+@pytest.mark.slow
 def test_the_sweep_writes_what_it_measured_and_what_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With invented times, the checks real: a tile that is wrong has no time and cannot win."""
     import sweep_glue
@@ -216,7 +218,7 @@ def test_the_sweep_writes_what_it_measured_and_what_won(tmp_path: Path, monkeypa
     assert tuple(table["situ"][0].values()) == (64, 1, 128, 1)
     assert table["sigmoid"] == {"elements": 2048, "warps": 4}
     assert json.dumps(sweep_glue.tuning.table()) == before, "the sweep leaves its choices behind"
-    sweep_glue.run(tmp_path, [], seconds=-1.0)
+    sweep_glue.run(tmp_path, ["situ shared", "beta T128"], seconds=-1.0)
     assert json.loads((tmp_path / "glue_sweep.json").read_text())["rows"] == found["rows"], "began after its time"
 
 
