@@ -452,6 +452,43 @@ def test_combine_without_ids_gives_the_bits_of_combine(tokens: int, top_k: int, 
         moe_combine.combine(d, weights, ids, 20, ids[0], outs[0], block, every=True)
 
 
+@pytest.mark.parametrize(
+    ("pdl", "more", "mapped", "every"),
+    [(True, 0, False, True), (False, 0, False, False), (True, 2, False, False), (True, 2, True, False)],
+)
+def test_ids_are_left_unread_only_where_all_are_here(
+    pdl: bool, more: int, mapped: bool, every: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Router and experts together are their parts in a row, whichever sum is taken; a row whose logits are NaN chooses
+    experts like any other, so that all rows of the sum were written, and stays alone with its NaN."""
+    weights, x, _ = counted_case((1, 1, 1), 64, 128)
+    packed, gen = experts.prepare(weights), torch.Generator().manual_seed(3)
+    hidden, gate = torch.randn(3, 128, generator=gen), torch.randn(3 + more, 128, generator=gen)
+    hidden[1, 5] = float("nan")
+    hidden, gate = hidden.to(DEVICE, torch.bfloat16), gate.to(DEVICE, torch.bfloat16)
+    emap = torch.tensor([2, -1, 0, -1, 1], dtype=torch.int32, device=DEVICE) if mapped else None
+    plan, taken = replace(SMALL, pdl=pdl), []
+    sum_of = experts.combine
+
+    def spied(*args: Any) -> torch.Tensor:
+        taken.append(args[-1])
+        return sum_of(*args)
+
+    monkeypatch.setattr(experts, "combine", spied)
+    kw = {"hidden_act": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0, "expert_map": emap, "plan": plan}
+    got = experts.moe_forward(hidden, x[:3], gate, None, packed, 2, **kw)
+    chosen = router.route_and_list(hidden, gate, None, 2, 3, 8, expert_map=emap)
+    ids = chosen[1] if mapped or not more else torch.where(chosen[1] < 3, chosen[1], -1)
+    assert all(len(set(row)) == 2 for row in chosen[1].tolist())
+    assert int(chosen[1].min()) >= 0
+    assert int(chosen[1].max()) < 3 + more
+    want = experts.experts(x[:3], packed, chosen[0], ids, **kw)
+    assert taken == [every, False]
+    assert torch.equal(got[[0, 2]], want[[0, 2]])
+    assert torch.isfinite(got[[0, 2]]).all()
+    assert torch.equal(got[1].isnan(), want[1].isnan())
+
+
 def test_refusals_name_the_reason() -> None:
     assert "sigmoid" in router.supports(896, 16, score="softmax")[1]
     assert "groups" in router.supports(896, 16, 4, 2)[1]
