@@ -76,14 +76,15 @@ def gated_norm(tokens: int) -> Case:
 
 
 def low_rank_norms(tokens: int) -> Case:
-    q, latent, _ = columns(tokens, Q_LORA, KV_LORA, ROPE + HEADS * DIM)
+    q, latent, shared, gate = columns(tokens, Q_LORA, KV_LORA, ROPE, HEADS * DIM)
     wq, wl = normal(Q_LORA), normal(KV_LORA)
+    look = {"shared": shared, "marks": gate, "bounds": torch.zeros(1, dtype=torch.int32, device=q.device)}
     return Case(
-        lambda: glue.low_rank_norms(q, latent, wq, wl, EPS, HEADS * DIM)[:2],
+        lambda: glue.low_rank_norms(q, latent, wq, wl, EPS, HEADS * DIM, **look)[:2],
         lambda: tuple(
             norm.rms_norm(x.double(), w.double(), EPS, rounding="single") for x, w in ((q, wq), (latent, wl))
         ),
-        tokens * 2 * (2 * (Q_LORA + KV_LORA) + HEADS * DIM),
+        tokens * 2 * (2 * (Q_LORA + KV_LORA) + ROPE + HEADS * DIM),
     )
 
 

@@ -1,7 +1,11 @@
 """NaN or infinity in one request ends that request alone, by name, and reaches nobody else.
 
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python packages/k3-nvidia/benchmarks/production_isolation.py
-        [--seconds 120] [--parts plain,drafts]
+        [--seconds 180] [--parts plain,drafts,checked]
+
+What is promised, and what is not (docs/serving.md): states, logits and latent rows as they are written end their
+request by name. Pages of the latent cache that are struck afterwards do with K3_CHECK_LATENT=1 (part ``checked``);
+without it FlashAttention 3 may hide them, and only the others are looked at.
 
 A part of production.py that also runs alone: one JSON line a check to production_isolation.jsonl in $OUT, exit status 1
 if a check failed or did not fit into ``--seconds``. With CUDA graphs on a GPU, the same checks on a CPU without one.
@@ -27,7 +31,7 @@ from production_support import GPU, Checks, Job, Result, Rule, Served, checkpoin
 
 BITS = Rule(0, 0)
 VICTIM = 2
-PARTS = ("plain", "drafts")
+PARTS = ("plain", "drafts", "checked")
 #: Tokens that the victim has generated when it is struck. A number of steps would not do: a prompt that does not fit
 #: into what a step has left waits, and a strike on a request without blocks strikes nothing.
 STRIKE = 4 if GPU else 2
@@ -67,6 +71,11 @@ def isolation(check: Checks, work: Path, seconds: float, parts: Sequence[str] = 
     ):  # on a CPU vLLM has its first model runner, whose counts do not tell the rows of drafts apart
         check.guard("isolation, drafts", lambda: drafted(check, folder, end))
         stop(None)
+    if GPU and "checked" in parts:  # what runs on a CPU hides nothing
+        os.environ["K3_CHECK_LATENT"] = "1"
+        check.guard("isolation, checked", lambda: checked(check, folder, end))
+        stop(None)
+        del os.environ["K3_CHECK_LATENT"]
 
 
 def plain(check: Checks, folder: Path, end: float) -> None:
@@ -92,13 +101,26 @@ def drafted(check: Checks, folder: Path, end: float) -> None:
     """States struck while drafts are verified: a request has several rows of logits then."""
     speculation = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": 3}
     attack = Attack(check, serve(folder, speculative_config=speculation))
-    for kind in ("NaN in the recurrent state", "infinity in the recurrent state", "NaN in the latent cache"):
+    kinds = ("NaN in the recurrent state", "infinity in the recurrent state", "NaN in the latent cache")
+    for kind in (*kinds, "NaN in the latent of a new token"):
         if time.monotonic() > end:
             check(f"isolation: {kind}, drafts", False, reason="not run in time")
             continue
         check.guard(f"isolation {kind}, drafts", lambda kind=kind: attack.run(kind, "drafts", {}))
     accepted = {str(count): times for count, times in sorted(attack.served.accepted.items())}
     check("isolation: drafts were verified", bool(accepted), accepted=accepted)
+
+
+def checked(check: Checks, folder: Path, end: float) -> None:
+    """Pages of the latent cache struck after they were written, with a second look at them in every step."""
+    attack = Attack(check, serve(folder))
+    check("isolation: pages are looked at again", attack.promised)
+    check.guard("isolation: cost of the second look", lambda: check_cost(check))
+    for kind in ("NaN in the latent cache", "infinity in the latent cache", "NaN in the latent of a new token"):
+        if time.monotonic() > end:
+            check(f"isolation: {kind}, checked", False, reason="not run in time")
+            continue
+        check.guard(f"isolation {kind}, checked", lambda kind=kind: attack.run(kind, "checked", {}))
 
 
 def serve(folder: Path, **options: Any) -> Served:
@@ -129,7 +151,7 @@ def how(served: Served) -> dict[str, Any]:
 def cost(check: Checks, vocabulary: int = 163_840) -> None:
     """Device time of marking, of counting, and of vLLM's own count, for the released vocabulary: us a step, by rows.
 
-    The least of twenty readings of ten calls each; other processes may share the device.
+    Other processes may share the device.
     """
     from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 
@@ -137,22 +159,54 @@ def cost(check: Checks, vocabulary: int = 163_840) -> None:
 
     for rows in (1, 8, 32, 128):
         logits = torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16)
-        took = {}
         calls = {"mark_us": ending.mark, "count_us": ending.count_and_clear, "vllm_count_us": get_num_nans}
-        for name, call in calls.items():
-            call(logits)
-            readings = []
-            for _ in range(20):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(2_000_000)  # the calls are queued before the first one runs
-                begin.record()
-                for _ in range(10):
-                    call(logits)
-                end.record()
-                end.synchronize()
-                readings.append(begin.elapsed_time(end) * 100)
-            took[name] = round(min(readings), 2)
+        took = {name: device_us(lambda call=call, logits=logits: call(logits)) for name, call in calls.items()}
         check(f"isolation: cost, {rows} rows", True, **took)
+
+
+def device_us(call: Callable[[], Any]) -> float:
+    """Device time of one call in microseconds: the least of twenty readings of ten calls each."""
+    call()
+    readings = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)  # the calls are queued before the first one runs
+        begin.record()
+        for _ in range(10):
+            call()
+        end.record()
+        end.synchronize()
+        readings.append(begin.elapsed_time(end) * 100)
+    return round(min(readings), 2)
+
+
+def check_cost(check: Checks, width: int = 576, page: int = 64) -> None:
+    """Device time of the second look at the pages of one layer, in us, and what it reads, in GB/s."""
+    from k3_nvidia.kernels import latent_check
+
+    for requests, tokens in ((1, 1 << 17), (32, 1 << 13), (128, 1 << 11)):
+        pages = torch.randn(requests * tokens // page, page, width, device="cuda").to(torch.bfloat16)
+        order = torch.randperm(len(pages), device="cuda").to(torch.int32).view(requests, -1)
+        lengths = torch.full((requests,), tokens, dtype=torch.int32, device="cuda")
+        bounds = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+        marks = torch.zeros(requests, 1, device="cuda", dtype=torch.bfloat16)
+        us = device_us(lambda: latent_check.check(marks, pages, order, lengths, bounds))
+        gbs = round(pages.numel() * 2 / us / 1e3)
+        check(f"isolation: cost of the second look, {requests} x {tokens}", not marks.isnan().any(), us=us, gbs=gbs)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to strike: what is done to the request of a name when it has so many tokens.
+
+    joined: another prompt comes with the strike, so that the step is none that a captured graph replays. seen: the
+    request has to end by name.
+    """
+
+    strike: Callable[[str], None]
+    tokens: int = STRIKE
+    joined: bool = False
+    seen: bool = True
 
 
 class Attack:
@@ -165,19 +219,71 @@ class Attack:
         block = served.config.cache_config.block_size
         self.jobs = jobs_of((20, 37, block + 30, 5, 41), seed=8, count=COUNT)
         self.fresh = jobs_of((33, block + 12, 8), seed=9, count=6)
+        (self.joining,) = jobs_of((9,), seed=10, count=6)
+        self.places = 0
+        self.promised = pages_are_promised()
         served.forget()
         self.before = served.run(self.fresh)
 
-    def kinds(self) -> dict[str, Callable[[str], int]]:
-        """Ways to strike the request of this name; each says how many places it struck."""
+    def kinds(self) -> dict[str, Way]:
+        """Ways to strike; ``places`` counts what each has struck."""
         bad = {"NaN": float("nan"), "infinity": float("inf")}
-        ways: dict[str, Callable[[str], int]] = {}
+        ways: dict[str, Way] = {}
         for word, value in bad.items():
-            ways[f"{word} in the recurrent state"] = lambda n, v=value: self.fill(n, 1, v)
-            ways[f"{word} in the convolution's window"] = lambda n, v=value: self.fill(n, 0, v)
-            ways[f"{word} in the latent cache"] = lambda n, v=value: self.fill_latent(n, v)
-            ways[f"{word} in the logits"] = lambda n, v=value: self.fill_logits(n, v)
+            ways[f"{word} in the recurrent state"] = Way(lambda n, v=value: self.note(self.fill(n, 1, v)))
+            ways[f"{word} in the convolution's window"] = Way(lambda n, v=value: self.note(self.fill(n, 0, v)))
+            ways[f"{word} in the latent of a prompt's token"] = Way(
+                lambda n, v=value: self.fill_written(n, v, prompt=True), tokens=0
+            )
+            ways[f"{word} in the latent of a new token"] = Way(
+                lambda n, v=value: self.fill_written(n, v, prompt=False), joined=True
+            )
+            ways[f"{word} in the latent cache"] = Way(
+                lambda n, v=value: self.note(self.fill_latent(n, v)), seen=self.promised
+            )
+            ways[f"{word} in the logits"] = Way(lambda n, v=value: self.note(self.fill_logits(n, v)))
         return ways
+
+    def note(self, places: int) -> None:
+        self.places += places
+
+    def fill_written(self, name: str, value: float, prompt: bool) -> None:
+        """One value of one row, before its norm and before it enters the cache, in the last latent attention layer:
+        nothing behind that could see it. Of a prompt the row in the middle, which is in nobody's logits."""
+        from k3_core.vllm import compat
+        from k3_core.vllm.serving.mla_layer import LatentAttention
+
+        layer = [m for m in model_of(self.served.llm).modules() if isinstance(m, LatentAttention)][-1]
+        honest = layer.norms
+
+        def norms(low: Any, latent: torch.Tensor, *rest: Any) -> Any:
+            step = compat.forward_metadata(layer.attention_name)
+            rows = range(0) if step is None else self.rows_of(step, layer, name)
+            if len(rows) and (len(rows) > 4) == prompt:
+                del layer.norms
+                latent[rows[len(rows) // 2 if prompt else 0], 3] = value
+                self.note(1)
+            return honest(low, latent, *rest)
+
+        layer.norms = norms
+
+    def rows_of(self, step: Any, layer: Any, name: str) -> range:
+        """Rows of the request in a step, by the first block of its table: vLLM orders a batch as it likes."""
+        from k3_core.vllm import compat
+
+        if name not in self.served.scheduler.requests:
+            return range(0)
+        (group,) = (i for i, names in enumerate(self.served.groups()) if layer.attention_name in names)
+        blocks = self.served.blocks(name)[group]
+        if not blocks:
+            return range(0)
+        total = self.served.scheduler.kv_cache_config.num_blocks
+        first = blocks[0] * (compat.latent_pages(layer.attn.kv_cache).shape[0] // total)
+        tables = [step.block_table] if hasattr(step, "block_table") else []
+        tables += [part.block_table for part in (getattr(step, "decode", None), getattr(step, "prefill", None)) if part]
+        bounds = step.bounds if hasattr(step, "bounds") else step.query_start_loc.tolist()
+        order = [int(block) for table in tables for block in table[:, 0].tolist()][: len(bounds) - 1]
+        return range(bounds[order.index(first)], bounds[order.index(first) + 1]) if first in order else range(0)
 
     def fill(self, name: str, which: int, value: float) -> int:
         struck, layers = 0, self.served.layers()
@@ -219,8 +325,10 @@ class Attack:
         text.logits_processor.forward = forward
         return 1
 
-    def batch(self, sampling: dict[str, Any], act: Callable[[str], Any], later: int) -> tuple[list[Any], list[Any]]:
-        """Run the batch and ``act`` on the victim ``later`` steps after it has STRIKE tokens.
+    def batch(
+        self, sampling: dict[str, Any], way: Way, act: Callable[[str], Any], later: int
+    ) -> tuple[list[Any], list[Any]]:
+        """Run the batch and ``act`` on the victim ``later`` steps after ``way`` strikes it.
 
         Returns results (None: no output) and steps.
         """
@@ -229,42 +337,50 @@ class Attack:
         jobs = list(self.jobs)
         jobs[VICTIM] = Job(jobs[VICTIM].ids, COUNT, sampling=sampling)
         names = [served.add(job) for job in jobs]
-        numbers = {served.external[name]: number for number, name in enumerate(names)}
-        served.until_generated(names[VICTIM], STRIKE)
+        served.until_generated(names[VICTIM], way.tokens)
+        names += [served.add(self.joining)] if way.joined else []
+        numbers = {served.external[name]: number for number, name in enumerate(names) if name in served.external}
         for _ in range(later):
             served.step()
         act(names[VICTIM])
         served.drain()
-        steps = [tuple((numbers[name], n) for name, n in rows) for rows in served.steps]
+        steps = [tuple((numbers.get(name, name), n) for name, n in rows) for rows in served.steps]
         return [served.results.pop(name, None) for name in names], steps
 
     def run(self, kind: str, how: str, sampling: dict[str, Any]) -> None:
         """Strike once; compare the others bit for bit with the batch whose client gave up."""
-        check, what = self.check, f"isolation: {kind}, {how}"
+        check, what, way = self.check, f"isolation: {kind}, {how}", self.kinds()[kind]
         self.heard.lines.clear()
-        name, places = "", 0
-        poisoned = self.served.poisoned
+        self.places, poisoned, name = 0, self.served.poisoned, ""
 
         def act(victim: str) -> None:
-            nonlocal name, places
-            name, places = victim, self.kinds()[kind](victim)
+            nonlocal name
+            name = victim
+            way.strike(victim)
 
-        struck, steps = self.batch(sampling, act, 0)
+        struck, steps = self.batch(sampling, way, act, 0)
         victim: Result | None = struck[VICTIM]
         said = [line for line in self.heard.lines if name in line]
         figures = {
-            "places_struck": places,
+            "places_struck": self.places,
             "finish": victim and victim.finish,
             "tokens": victim and len(victim.tokens),
             "said": len(said),
             "steps_with_nan": self.served.poisoned - poisoned,
         }
         ended = victim is not None and victim.finish == "error"
-        check(f"{what}: ended by name", ended and len(said) == 1 and places > 0, **figures)
+        if way.seen:
+            check(f"{what}: ended by name", ended and len(said) == 1 and self.places > 0, **figures)
+        else:
+            check(f"{what}: not promised to be seen", victim is not None and self.places > 0, **figures)
         others = [r for i, r in enumerate(struck) if i != VICTIM]
-        # The client gives up in the step in which the engine did: the same batches, so the same bits.
-        for later in range(5):
-            control, control_steps = self.batch(sampling, self.served.abort, later)
+        # The client gives up in the step in which the engine did: the same batches, so the same bits. Who goes on
+        # with what nobody saw takes the same steps as if there were nothing to see.
+        controls: list[tuple[Callable[[str], Any], int]] = [(self.served.abort, later) for later in range(5)]
+        if not ended:
+            controls.insert(0, (lambda name: None, 0))
+        for give_up, later in controls:
+            control, control_steps = self.batch(sampling, way, give_up, later)
             if control_steps == steps:
                 break
         same = control_steps == steps
@@ -275,11 +391,22 @@ class Attack:
         self.served.forget()
         after = self.served.run(self.fresh)
         check(f"{what}: new requests on its blocks", **pairs(after, self.before, BITS))
-        struck, _ = self.batch({}, self.kinds()[kind], 0)
+        if not way.seen:  # its prompt sent again would resume from the damage
+            return
+        struck, _ = self.batch({}, way, way.strike, 0)
         (again,) = self.served.run([self.jobs[VICTIM]])  # no reset in between: its blocks must not be found
         (clean,) = self.served.solo([self.jobs[VICTIM]])
         figures = pairs([again], [clean])
         check(f"{what}: sent again", figures.pop("ok") and again.finish == "length", cached=again.cached, **figures)
+
+
+def pages_are_promised() -> bool:
+    """Whether a struck page of the latent cache has to end its request: by the contract on a CPU, or by the switch."""
+    if not GPU:
+        return True
+    from k3_nvidia.kernels import latent_check
+
+    return latent_check.wanted()
 
 
 def canaries(check: Checks, served: Served) -> None:
@@ -331,8 +458,10 @@ def previous(served: Served, names: list[str], layers: dict[str, Any]) -> dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=120, help="no further kind of poison begins after these")
-    parser.add_argument("--parts", default=",".join(PARTS), help="without drafts, with drafts (a GPU only), or both")
+    parser.add_argument("--seconds", type=float, default=180, help="no further kind of poison begins after these")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="without drafts, with them, pages looked at again (both: a GPU only)"
+    )
     options = parser.parse_args()
     gpu_smoke.LOG = "production_isolation.jsonl"
     gpu_smoke.prepare()

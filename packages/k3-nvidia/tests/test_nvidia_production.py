@@ -97,6 +97,9 @@ def test_poison_ends_one_request_by_name_and_reaches_no_other(served: Any, check
     attack = production_isolation.Attack(check, served)
     attack.run("NaN in the recurrent state", "greedy", {})
     attack.run("infinity in the logits", "sampled", production_isolation.SAMPLINGS["sampled"])
+    attack.run("infinity in the latent of a prompt's token", "greedy", {})
+    attack.run("NaN in the latent of a new token", "greedy", {})
+    attack.run("NaN in the latent cache", "greedy", {})
     assert check.failed == []
 
 
