@@ -28,6 +28,10 @@ from k3_nvidia.mla import KimiLatentAttention
 
 #: A prompt of four rows, two rows that decode, and two rows of padding.
 BOUNDS, ROWS = [0, 4, 5, 6, 6], 8
+#: Block table and lengths of the four: the second request has eighteen tokens in pages 2 and 5, one of them new.
+TABLES = (
+    torch.tensor([[0, 0], [2, 5], [3, 0], [0, 0]], dtype=torch.int32), torch.tensor([4, 18, 1, 0], dtype=torch.int32)
+)  # fmt: skip
 
 
 def layer_of(folder: Path) -> tuple[KimiLatentAttention, Any]:
@@ -74,6 +78,7 @@ def run(
     monkeypatch.setattr(LatentAttentionOnCpu, "forward", attention)
     monkeypatch.setattr(layer.in_proj, "forward", project)
     step = SimpleNamespace(query_start_loc=None if bounds is None else torch.tensor(bounds, dtype=torch.int32))
+    step.k3_pages = TABLES
     x = torch.randn(ROWS, layer.text.hidden_size, generator=torch.Generator().manual_seed(2))
     context = set_forward_context({layer.attention_name: step}, config, slot_mapping={})
     with groups(Group(), Group()), torch.no_grad(), context:
@@ -111,6 +116,26 @@ def test_low_ranks_of_queries_that_are_not_finite_are_seen_too(
 
 def test_without_offsets_a_row_loses_itself(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost(run(layer, monkeypatch, 1, "latent", None)[0]) == [1]
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_damaged_page_loses_its_request_where_that_is_asked_for(
+    layer: Any, checks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 0 of page 5 is the second request's token 16; row 1 is its new one, not written yet; page 1 is nobody's."""
+    made, _ = layer
+    pages = torch.full((6, 16, made.text.kv_lora_rank + made.text.qk_rope_head_dim), float("nan"))
+    pages[2], pages[5, 0] = 1.0, 1.0
+    monkeypatch.setattr(made, "_checks", checks)
+    monkeypatch.setattr(made.attn, "kv_cache", pages)
+    monkeypatch.setattr(made.attn, "kv_cache_dtype", "auto", raising=False)
+    clean, _ = run(layer, monkeypatch, 0, "", BOUNDS)
+    assert lost(clean) == []
+    pages[5, 0, -1] = float("-inf")
+    struck, _ = run(layer, monkeypatch, 0, "", BOUNDS)
+    assert lost(struck) == [4] * checks
+    others = [row for row in range(ROWS) if row != 4]
+    assert torch.equal(struck[others], clean[others])
 
 
 def test_a_layer_that_does_not_look_is_noticed(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
