@@ -54,8 +54,11 @@ RULES = (
     Rule("AttnRes", r"attn_res|^kernel_cutlass_kernel_+\d"),
     Rule("KDA", r"(?i:kda)|conv1d|short_conv|_?fused_recurrent|gated_norm|layer_norm_gated|gather_initial_states"),
     Rule("KDA", r"chunk_g|recompute_w_u|^flash_(before|after)_kernel|^sigmoid_fp32_kernel|l2norm_fwd"),
-    Rule("MLA", r"(?i:flash|fmha|mla)|_fwd_grouped_kernel|_fwd_kernel_stage|concat_and_cache|merge_attn|cp_gather"),
-    Rule("experts", r"^(w13|w2|combine|few|small|mark|count|place)_(\w+_)?kernel|(?i:moe)|marlin|humming"),
+    Rule(
+        "MLA",
+        r"(?i:flash|fmha|mla)|latent_check|_fwd_grouped_kernel|_fwd_kernel_stage|concat_and_cache|merge_attn|cp_gather",
+    ),
+    Rule("experts", r"^(w13|w2|combine|few|small|mark|count|place)_(\w+_)?kernel|^experts_|(?i:moe)|marlin|humming"),
     Rule("experts", r"process_input_kernel|preprocessTopk|computeExpert|finalizeMoe|radix_sort"),
     Rule("experts", r"situ_and_mul", after="marlin|humming"),
     Rule("shared experts, dense", r"situ"),

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,10 @@ def test_every_kernel_of_this_wheel_has_a_part() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and _jitted(node):
                 names.append(node.name)
+    sources = [path.read_text() for path in (PACKAGE / "src" / "k3_nvidia" / "kernels" / "cuda").glob("*.cu")]
+    names += [name for source in sources for name in re.findall(r"__global__ void [^;{]*?(\w+_cuda)\(", source)]
     assert len(names) > 30
+    assert "kda_chunk_cuda" in names
     assert "w13_one_kernel" in names
     assert [n for n in names if engine_timeline.part_of(n) == engine_timeline.REST] == ["repack_kernel"]
 
