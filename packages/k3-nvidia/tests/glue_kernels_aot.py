@@ -1,5 +1,5 @@
 """Ahead-of-time compilation of the AttnRes and glue kernels: a script, because Triton decides at import whether it
-interprets. ``python glue_kernels_aot.py [90|100|120]`` prints one JSON line a variant.
+interprets. ``python glue_kernels_aot.py [90|100|120] [sweep]`` prints one JSON line a variant.
 """
 
 from __future__ import annotations
@@ -70,25 +70,26 @@ def variants() -> Iterator[Variant]:
 
 
 def small_tiles() -> Iterator[Variant]:
-    """The kernels whose tiles sweep_glue.py varies, each with all tiles it tries; what the table has bears no tile in
-    its name. The weighted sum and the choice of experts are in expert_kernels_aot.py."""
+    """The kernels whose tiles sweep_glue.py varies, as the tables have them and, with the argument ``sweep``, with all
+    tiles it tries. The weighted sum and the choice of experts are in expert_kernels_aot.py."""
     import sweep_glue
 
     from k3_nvidia.kernels import kda_conv, situ
     from k3_nvidia.tuning import glue as small
     from k3_nvidia.tuning import kda
 
+    sweeping = "sweep" in sys.argv
     situ_names: dict[tuple[int, ...], str] = {}
     for rows in (1, 128, 8192):
         situ_names.setdefault(situ.blocks(rows, 2112), f"situ {rows}")
-    for tile in {*situ_names, *(t for tiles in sweep_glue.SITU.values() for t in tiles)}:
+    for tile in {*situ_names, *(t for tiles in sweep_glue.SITU.values() for t in tiles if sweeping)}:
         constants = {"ACT": 1, "BR": tile[0], "BC": tile[1], "INTERPRET": False, "PDL": True}
         yield situ_names.get(tile, f"situ {tile}"), situ.situ_kernel, constants, tile[2], None
-    for elements, warps in {small.sigmoid(), *sweep_glue.SIGMOID}:
+    for elements, warps in {small.sigmoid(), *sweep_glue.SIGMOID[: 99 * sweeping]}:
         name = "sigmoid_fp32" if (elements, warps) == small.sigmoid() else f"sigmoid_fp32 {elements} {warps}"
         yield name, glue.sigmoid_fp32_kernel, {"BR": elements // 8, "BC": 8, "PDL": True}, warps, None
     norm = kda.launch("norm")
-    for rows, warps in {(norm["ROWS"], norm["num_warps"]), *sweep_glue.NORM}:
+    for rows, warps in {(norm["ROWS"], norm["num_warps"]), *sweep_glue.NORM[: 99 * sweeping]}:
         name = "gated_norm" if (rows, warps) == (norm["ROWS"], norm["num_warps"]) else f"gated_norm {rows} {warps}"
         yield name, kda_conv.gated_norm_kernel, {"ROWS": rows, "D": 128, "PDL": True}, warps, None
 

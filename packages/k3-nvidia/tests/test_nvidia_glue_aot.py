@@ -19,11 +19,13 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED = {90: 232448, 100: 232448, 120: 101376}
 
 
-def compiled(arch: int) -> dict[str, dict[str, int]]:
+def compiled(arch: int, *words: str) -> dict[str, dict[str, int]]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, str(SCRIPT), str(arch)], capture_output=True, text=True, env=env, check=False)
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), str(arch), *words], capture_output=True, text=True, env=env, check=False
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     rows = {row["name"]: row for row in map(json.loads, run.stdout.splitlines())}
     assert rows
@@ -34,7 +36,7 @@ def compiled(arch: int) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("arch", [90, 100, 120])
 def test_budgets(arch: int) -> None:
     """The same on every architecture: nothing spills, but for groups of AttnRes rows held in registers."""
-    for name, row in compiled(arch).items():
+    for name, row in compiled(arch, *(["sweep"] if arch == 90 else [])).items():
         assert row["shared"] <= SHARED[arch], f"{name}: {row}"
         if name.startswith("attn_res") and not row["copies"]:
             # All rows of a group in registers: up to 160 bytes of spill are measured to cost less than a smaller group.
