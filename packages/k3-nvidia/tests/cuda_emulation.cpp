@@ -2,6 +2,7 @@
 // ARGUMENTS: the type of its only parameter.
 #define HOST_EMULATION
 #include "cuda_emulation.hpp"
+#include "cuda_emulation_pieces.hpp"
 
 #include KERNEL
 
