@@ -146,7 +146,7 @@ MUTANTS = [
     ("no swizzle of the tokens", "(piece ^ row % 8) * 16", "piece * 16"),
     ("tokens of the item before", "barrier_wait(shared + EMPTY_TOKENS + 8 * kb, phase ^ 1);", ""),
     ("tokens before they came", "barrier_wait(shared + FULL_TOKENS + 8 * kb, me.items & 1);\n        copies", "copies"),
-    ("a token beyond the item", "token < item.count && tile", "token <= item.count && tile"),
+    ("the last token", "least(row + 16 * i, item.count - 1)", "least(row + 16 * i, item.count - 2)"),
     ("rows of the down product", "from ^ 1)", "from)"),
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from k3_nvidia.tuning.experts import CudaTile, Plan
 
 TILE = 2176  # bytes of codes and scales: 64 rows x 64 columns
 #: Compiled widths of products below the widest; a compiled width costs two seconds of compilation and 10 KB of code.
-WIDTHS = (32, 64, 128, 144, 160)
+WIDTHS = (48, 128, 144, 160)
 FEW_WIDTHS = (16, 32, 48)  # of those where no item holds more than 64 tokens
 SHARED = 227 * 1024
 EMULATED_BLOCKS = 3

@@ -4,16 +4,16 @@
 //   DOWN 0   y[first + j, c] = act(gate, up),  gate, up = rows of W13 times x[sorted[first + j] / top_k]
 //   DOWN 1   d[sorted[first + j], c] = W2[c] . y[first + j]                       j = 0 .. count - 1 of an item
 //
-// x bf16 [tokens, 64 columns], y bf16 [pairs, 64 columns], d bf16 [pairs, L]; sums in fp32, rounded once at the end. Weights are the
-// left operand, in registers: m64 tiles (`tiles` an expert) of 64-column blocks (`columns`), 2048 bytes of codes and 128 of scales,
-// contiguous in memory. Tokens are the right operand, in shared memory: rows of 64 columns = 128 bytes, 16-byte pieces permuted by the
-// row's number (128-byte swizzle). An item's product is as wide as the narrowest compiled width that holds its tokens; columns
-// beyond `count` repeat the last token and are not stored.
+// x bf16 [tokens, 64 columns], y bf16 [pairs, 64 columns], d bf16 [pairs, L]; sums in fp32, rounded once at the end. Weights are
+// the left operand, in registers: m64 tiles (`tiles` an expert) of 64-column blocks (`columns`), 2048 bytes of codes and 128 of
+// scales, contiguous in memory. Tokens are the right operand, in shared memory: rows of 64 columns = 128 bytes, 16-byte pieces
+// permuted by the row's number (128-byte swizzle). An item's product is as wide as the narrowest compiled width that holds its
+// tokens; columns beyond `count` repeat the last token and are not stored.
 //
 // Streamed (RESIDENT 0): a unit of work is (item, part), a part is GROUPS * TILES tiles, every warpgroup has TILES of them; a stage
-// of the ring is one column block of these tiles and of the tokens. Resident (RESIDENT 1, few columns): the item's tokens stay, a slot
-// for each column block, while `per` times TILES tiles of weights pass; the warpgroups take turns, so that one multiplies while the
-// other stores. Blocks are persistent: unit blockIdx.x, + grid, ...; the number of items is read here.
+// of the ring is one column block of these tiles and of the tokens. Resident (RESIDENT 1, few columns): the item's tokens stay, a
+// slot for each column block, while `per` times TILES tiles of weights pass; the warpgroups take turns, so that one multiplies
+// while the other stores. Blocks are persistent: unit blockIdx.x, + grid, ...; the number of items is read here.
 //
 // A warp decodes into one of two sets of operand registers while the product of the other runs; a set is written again, and a stage
 // given back, only when wait_group has named the product that read it.
@@ -82,7 +82,11 @@ DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) 
 DEVICE u32 pack_bf16(float a, float b) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a)); return y; }
 DEVICE u32 times_bf16(u32 a, u32 b) { u32 y; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
 // Byte i of x in the low byte of both halves.
-template <int I> DEVICE u32 both_halves(u32 x) { u32 y; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(0x4040 + 0x101 * I)); return y; }
+template <int I> DEVICE u32 both_halves(u32 x) {
+    u32 y;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(0x4040 + 0x101 * I));
+    return y;
+}
 DEVICE u32 transpose8(u32 x) {
     u32 y;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -188,7 +192,8 @@ PRODUCT(192, 96, 97, 98, 99, 100)
 
 // Shared memory: tokens (a stage's, or a column block's), weights of a stage, barriers.
 enum { STAGE_TILES = RESIDENT ? TILES : GROUPS * TILES, TOKENS = WIDEST * 128, TOKEN_SLOTS = RESIDENT ? SLOTS : STAGES,
-       WEIGHTS = STAGE_TILES * 2176, WEIGHTS_AT = TOKEN_SLOTS * TOKENS, FULL = WEIGHTS_AT + STAGES * WEIGHTS, EMPTY = FULL + 8 * STAGES,
+       WEIGHTS = STAGE_TILES * 2176, WEIGHTS_AT = TOKEN_SLOTS * TOKENS, FULL = WEIGHTS_AT + STAGES * WEIGHTS,
+       EMPTY = FULL + 8 * STAGES,
        FULL_TOKENS = EMPTY + 8 * STAGES, EMPTY_TOKENS = FULL_TOKENS + 8 * SLOTS, TURN = EMPTY_TOKENS + 8 * SLOTS,
        SHARED_BYTES = TURN + 8 + 1024, TOKEN_THREADS = RESIDENT ? 64 : 128, ORDERED = RESIDENT && GROUPS == 2 };
 
@@ -373,7 +378,8 @@ template <int N> DEVICE void multiply(float (*acc)[N / 8][4], Consumer &me, char
         UNROLL for (int i = 0; i < 2; i++) {
             const int tile = TILES == 2 ? i : 0, block = TILES == 2 ? 0 : i;
             const uint4 codes = *(const uint4 *)(stage[block] + (tile0 + tile) * 2048 + me.warp * 512 + me.lane * 16);
-            const u32 scale = *(const u32 *)(stage[block] + STAGE_TILES * 2048 + (tile0 + tile) * 128 + me.warp * 32 + me.lane / 4 * 4);
+            const char *scales = stage[block] + STAGE_TILES * 2048 + (tile0 + tile) * 128;
+            const u32 scale = *(const u32 *)(scales + me.warp * 32 + me.lane / 4 * 4);
             products_end<1>();  // all but the last product: the one that read a[i], and all of an earlier stage
             pin(a[i]);
             if (TILES == 1 || i == 1) give_back(me, shared, TILES == 1 ? 4 - i : 2, gives, last, TILES == 1 ? kb + i - 2 : kb - 1);
