@@ -166,9 +166,11 @@ def main() -> None:
             break
         if shape.name not in sets:
             sets = {shape.name: [case.random_experts(shape, s) for s in range(3)]}
-        row = results.row(
-            f"{shape.name}.{tokens}", lambda s=shape, t=tokens, w=sets[shape.name]: measure(s, t, w, bandwidth)
-        )
+
+        def one(shape: case.Shape = shape, tokens: int = tokens) -> dict[str, Any]:
+            return measure(shape, tokens, sets[shape.name], bandwidth)
+
+        row = results.row(f"{shape.name}.{tokens}", one)
         print(f"== {shape.name}.{tokens} [{time.time() - start:.0f} s]", flush=True)
         for key, value in (row or {}).items():
             print(f"   {key} {value}", flush=True)
