@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import EagleModelMixin
 from vllm.model_executor.models.utils import PPMissingLayer, make_layers
@@ -134,16 +134,31 @@ class TextStack(Loadable, EagleModelMixin):
     def one_of_each_kind(self) -> Iterator[list[int]]:
         """Within it a forward pass runs the first layer of each kind only, whose indices it gives.
 
-        For warm-ups: results are meaningless, but every kernel variant of the whole stage is launched.
+        For warm-ups: results are meaningless, but every kernel variant of the whole stage is launched. All tensor
+        parallel ranks run the same layers.
         """
         first: dict[Hashable, int] = {}
         for index, layer in self.own_layers():
             first.setdefault(self.kind(index, layer), index)
-        self._chosen = sorted(first.values())
+        self._chosen = self._of_any_rank(sorted(first.values()))
         try:
             yield self._chosen
         finally:
             self._chosen = None
+
+    def _of_any_rank(self, chosen: list[int]) -> list[int]:
+        """The layers that some tensor parallel rank has chosen.
+
+        What a rank holds of the weights may make a kind on that rank alone (scales that are wide), and a layer that not
+        all run would leave some waiting in its collectives.
+        """
+        if tp()[0] == 1 or not chosen:
+            return chosen
+        device = next(self.layers.parameters()).device
+        votes = torch.zeros(self.end_layer - self.start_layer, dtype=torch.float32, device=device)
+        votes[[index - self.start_layer for index in chosen]] = 1
+        voted = (tensor_model_parallel_all_reduce(votes) > 0).tolist()
+        return [index for index, yes in enumerate(voted, self.start_layer) if yes]
 
     def kind(self, index: int, layer: nn.Module) -> tuple[tuple[Hashable, ...], Hashable]:
         """All that decides which kernel variants a layer launches; layers of one kind launch the same.

@@ -269,6 +269,30 @@ class RankSuite(VendorSuite):
             assert len(tables) > 1
             assert longest < 80 or any(met(set(counts) - {count}) < met(counts) for count in counts)
 
+    def test_a_kind_of_one_rank_alone_is_warmed_up_by_all(self, thirteen: Path) -> None:
+        """Wide scales are found in a rank's own part of the weights: ranks that ran other layers would wait for ever.
+
+        Mutant: every rank runs the layers that it has chosen itself.
+        """
+        config = CheckpointReader(thirteen).config
+        group = Group(2)
+
+        def work(rank: int) -> tuple[list[int], list[int]]:
+            stack = build(self.vendor, settled(thirteen, 2), config).model
+            with stack.one_of_each_kind() as layers:
+                equal = list(layers)
+            mine = next(index for index, _ in stack.own_layers() if index not in equal)
+            if rank == 1:
+                stack.layers[mine].variant_key = lambda: "of this rank"
+            with stack.one_of_each_kind() as layers:
+                return [mine, *equal], list(layers)
+
+        with groups(group, Group()):
+            results = run_ranks(group, work)
+        assert results[0] == results[1]
+        (mine, *equal), layers = results[0]
+        assert layers == sorted([mine, *equal])
+
     def test_without_metadata_layers_give_zeros(self, tiny: Path) -> None:
         """Profiling and warm-up call a layer before any request exists."""
         from vllm.forward_context import set_forward_context
