@@ -219,7 +219,9 @@ def test_who_took_poisoned_blocks_before_the_count_is_computed_again(scheduler: 
     assert second not in scheduler.running
     assert other in scheduler.running
     assert not cached_blocks(scheduler) & (poisoned | held)
-    assert set(update(scheduler, two)) == {OTHER}  # what the second made of the poison is not handed out
+    # What the second made of the poison is not handed out, and that it is not finite does not end it.
+    assert set(update(scheduler, two, "same-beginning")) == {OTHER}
+    assert scheduler.requests["same-beginning"] is second
     three = scheduler.schedule()
     assert three.num_scheduled_tokens["same-beginning"] == second.num_prompt_tokens  # all of it, from nothing
     done = update(scheduler, three)

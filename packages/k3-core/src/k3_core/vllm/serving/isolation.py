@@ -253,12 +253,19 @@ def end(scheduler: Any, names: Iterable[str], begun: dict[str, int] | None = Non
     """Finish the named requests that still run, evict their blocks from the prefix cache, and return them.
 
     begun: tokens of each that were computed before the step that poisoned it (else: none). Blocks of later tokens are
-    poisoned: other requests that hold some, from the prefix cache, are computed again.
+    poisoned: other requests that hold some, from the prefix cache, are computed again. Those are not finished for what
+    their steps under way count, which is of the blocks that they gave back.
     """
     from vllm.v1.request import RequestStatus
 
     names, left = list(names), getattr(scheduler, "left", {})
-    alive = [name for name in names if name in scheduler.requests and not scheduler.requests[name].is_finished()]
+    alive = [
+        name
+        for name in names
+        if name in scheduler.requests
+        and not scheduler.requests[name].is_finished()
+        and not dropped(scheduler.requests[name])
+    ]
     manager, lost = scheduler.kv_cache_manager, set[int]()
     for name in names:
         held = list(left[name].cached(scheduler)) if name in left else []
@@ -277,6 +284,12 @@ def end(scheduler: Any, names: Iterable[str], begun: dict[str, int] | None = Non
     scheduler.finish_requests(alive, RequestStatus.FINISHED_ERROR)
     recompute(scheduler, lost)
     return requests
+
+
+def dropped(request: Any) -> bool:
+    """Whether the oldest step of a request that is under way is of its life before it began anew (``recompute``), so
+    that vLLM drops its tokens."""
+    return bool(request.drop_stale_output and request.num_stale_output_tokens > 0)
 
 
 def behind(scheduler: Any, ids: Blocks, tokens: int) -> set[int]:
