@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,42 @@ from amd_support import VENDOR
 
 from k3_core.operators import triton_host
 from k3_core.vllm.serving.kda_layer import KdaLayer
-from k3_core.vllm.serving.warmup import Limits
+from k3_core.vllm.serving.warmup import Limits, of_each_property, storage_edges
 from k3_core.vllm.testing.suite_launch import LaunchSuite
 
 #: Storage of a served pool.
 SERVED = 3 * 2**30
+
+
+@pytest.mark.parametrize(("beyond", "edges"), [(5000, [5064]), (8180, [8192]), (9000, [8192])])
+def test_storage_that_is_wide_for_the_longest_steps_only_is_met(
+    beyond: int, edges: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant: edges from ``longest`` on are left out, though the longest step itself is behind one."""
+    longest, row = 8192, triton_host.NARROW // beyond
+    noted: list[dict[Any, int]] = []
+
+    @contextmanager
+    def noting() -> Iterator[dict[Any, int]]:
+        noted.append({})
+        yield noted[-1]
+
+    monkeypatch.setattr(triton_host, "HIP", True)
+    monkeypatch.setattr(triton_host, "noting_storages", noting)
+
+    def run(tokens: int) -> None:
+        noted[-1]["kernel", 0] = tokens * row
+
+    assert storage_edges(run, longest) == pytest.approx(edges, abs=1)
+
+
+@pytest.mark.parametrize("longest", [130, 143, 144, 145])
+def test_behind_an_edge_is_a_count_of_each_property(longest: int) -> None:
+    for count in range(2, longest + 1):
+        near = of_each_property(count, longest)
+        assert count in near
+        assert all(1 <= other <= longest and abs(other - count) <= 16 for other in near)
+        assert count < 16 or {other % 16 == 0 for other in near} == {True, False}
 
 
 class TestGfx942(LaunchSuite):

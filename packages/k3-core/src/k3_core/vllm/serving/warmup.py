@@ -159,7 +159,10 @@ class WarmUp:
             _run_tokens(model, count, dtype, device)
 
         with model.one_of_each_kind() as layers:
-            for count in counts + storage_edges(run, longest):
+            edges = storage_edges(run, longest)
+            if self.by_number:
+                edges = sorted({count for edge in edges for count in of_each_property(edge, longest)})
+            for count in counts + edges:
                 run(count)
         return list(layers)
 
@@ -228,12 +231,20 @@ def _prompts(layer: KdaLayer, lengths: list[int], device: torch.device) -> KdaMe
     return KdaMetadata(0, bounds[-1], prefill=Prefill(where, ends, fresh, plan))
 
 
+def of_each_property(count: int, longest: int) -> set[int]:
+    """``count``, and close behind it (before it, where that is beyond ``longest``) one that is divisible by 16 and one
+    that is not."""
+    up = -(-count // 16) * 16
+    close = (up, up + 1) if up + 1 <= longest else (count // 16 * 16, count - 1 - (count % 16 == 1))
+    return {count, *(other for other in close if other > 0)}
+
+
 def storage_edges(run: Callable[[int], None], longest: int) -> list[int]:
-    """On AMD: token counts below ``longest`` from which one more tensor that a kernel gets has over 2 GiB behind it.
+    """On AMD: token counts from which one more tensor that a kernel gets has over 2 GiB behind it, at most ``longest``.
 
     Kernels are compiled for either kind of storage, so between two edges they are others than beyond both. Storages
     grow by the token; ``run(tokens)`` launches what a step of so many launches, and two runs tell by how much. The
-    count is a chunk past the edge: workspaces grow by chunks.
+    count is a chunk past the edge, since workspaces grow by chunks, or ``longest`` where that is nearer.
     """
     if not triton_host.HIP or longest < 4:
         return []
@@ -249,7 +260,7 @@ def storage_edges(run: Callable[[int], None], longest: int) -> list[int]:
         if growth > 0:
             edge = many + math.ceil((triton_host.NARROW + 1 - found[1][key]) / growth)
             edges.add(min(max(edge, 0) + 64, longest))
-    return sorted(edge for edge in edges if edge < longest)
+    return sorted(edges)
 
 
 def _run_tokens(model: Any, count: int, dtype: torch.dtype, device: torch.device) -> None:
