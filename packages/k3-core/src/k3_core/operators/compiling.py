@@ -121,6 +121,15 @@ def threads() -> int:
     return int(asked) if asked else min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
+def possible() -> bool:
+    """Whether :func:`ahead` can: several threads, and a Triton that compiles without launching."""
+    try:
+        from triton import AsyncCompileMode  # noqa: F401
+    except ImportError:
+        return False
+    return threads() >= 2
+
+
 @contextlib.contextmanager
 def ahead() -> Iterator[bool]:
     """Within it this project's kernels are compiled by a pool and not launched; at the end all have been compiled.
@@ -130,15 +139,12 @@ def ahead() -> Iterator[bool]:
     compile is left for its first launch, which says why.
     """
     global naming, _pool
-    count = threads()
-    try:
-        from triton import AsyncCompileMode
-        from triton.runtime.jit import JITFunction
-    except ImportError:
-        count = 0
-    if count < 2 or naming:
+    if naming or not possible():
         yield False
         return
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
     run = JITFunction.run
 
     def named(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -146,7 +152,7 @@ def ahead() -> Iterator[bool]:
 
     naming, JITFunction.run = True, named
     try:
-        with ThreadPoolExecutor(count, "k3-compile") as pool, AsyncCompileMode(pool, ignore_errors=True):
+        with ThreadPoolExecutor(threads(), "k3-compile") as pool, AsyncCompileMode(pool, ignore_errors=True):
             _pool = pool
             yield True
     finally:

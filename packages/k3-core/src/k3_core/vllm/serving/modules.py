@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
@@ -28,6 +32,14 @@ ROW_MULTIPLE = 16
 def tp() -> tuple[int, int]:
     """(size, rank) of tensor parallelism."""
     return get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+
+
+def votes(answers: list[bool], device: torch.device) -> list[int]:
+    """How many tensor parallel ranks say yes to each question. A collective: every rank must ask, outside any graph."""
+    if tp()[0] == 1:
+        return [int(yes) for yes in answers]
+    mine = torch.tensor(answers, dtype=torch.float32, device=device)
+    return [round(count) for count in tensor_model_parallel_all_reduce(mine).tolist()]
 
 
 class Loadable(nn.Module):

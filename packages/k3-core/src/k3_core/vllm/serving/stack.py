@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import get_pp_group, tensor_model_parallel_all_reduce
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import EagleModelMixin
 from vllm.model_executor.models.utils import PPMissingLayer, make_layers
@@ -28,7 +28,7 @@ from k3_core.contracts.attn_res import Schedule
 from k3_core.errors import ConfigError
 from k3_core.vllm.serving.attn_res import Mix
 from k3_core.vllm.serving.dispatch import Choose
-from k3_core.vllm.serving.modules import Loadable, below, norm, tp, variant_key
+from k3_core.vllm.serving.modules import Loadable, below, norm, tp, variant_key, votes
 
 #: Readings of an auxiliary hidden state: the running prefix, or the mix that the next layer would see.
 AuxStream = Literal["prefix", "attn_res"]
@@ -152,13 +152,11 @@ class TextStack(Loadable, EagleModelMixin):
         What a rank holds of the weights may make a kind on that rank alone (scales that are wide), and a layer that not
         all run would leave some waiting in its collectives.
         """
-        if tp()[0] == 1 or not chosen:
+        if not chosen:
             return chosen
-        device = next(self.layers.parameters()).device
-        votes = torch.zeros(self.end_layer - self.start_layer, dtype=torch.float32, device=device)
-        votes[[index - self.start_layer for index in chosen]] = 1
-        voted = (tensor_model_parallel_all_reduce(votes) > 0).tolist()
-        return [index for index, yes in enumerate(voted, self.start_layer) if yes]
+        indices = range(self.start_layer, self.end_layer)
+        counts = votes([index in chosen for index in indices], next(self.layers.parameters()).device)
+        return [index for index, count in zip(indices, counts, strict=True) if count]
 
     def kind(self, index: int, layer: nn.Module) -> tuple[tuple[Hashable, ...], Hashable]:
         """All that decides which kernel variants a layer launches; layers of one kind launch the same.

@@ -30,6 +30,7 @@ from torch import Tensor
 from k3_core.operators import compiling, triton_host
 from k3_core.vllm.serving.kda_layer import KdaLayer
 from k3_core.vllm.serving.kda_metadata import Decode, KdaMetadata, Prefill, Verify
+from k3_core.vllm.serving.modules import tp, votes
 
 logger = logging.getLogger("vllm.plugins.k3")
 
@@ -122,15 +123,21 @@ class WarmUp:
 
     @torch.no_grad()
     def run(self, text_model: Any) -> None:
-        """Meet every variant once on the device of ``text_model`` (a ``TextServing``), outside any graph."""
-        if os.environ.get("K3_WARMUP", "1") == "0":
+        """Meet every variant once on the device of ``text_model`` (a ``TextServing``), outside any graph.
+
+        Layers sum over ranks in it, so all tensor parallel ranks do the same: what one of them is set not to do, none
+        does (the environment of another machine may be another).
+        """
+        asked = [os.environ.get("K3_WARMUP", "1") != "0", compiling.possible() and self.ahead(text_model)]
+        device = torch.device("cuda", torch.cuda.current_device())
+        wanted, ahead = (count == tp()[0] for count in votes(asked, device))
+        if not wanted:
             logger.info("Kimi K3: K3_WARMUP=0, kernels are compiled when they are first used")
             return
         with compiling.timed() as spent:
-            if self.ahead(text_model):
-                with spent.part("ahead of launches"), compiling.ahead() as possible:
-                    if possible:
-                        self.meet(text_model, spent, "named")
+            if ahead:
+                with spent.part("ahead of launches"), compiling.ahead():
+                    self.meet(text_model, spent, "named")
             self.meet(text_model, spent, "launched")
             torch.cuda.synchronize()
         logger.info("Kimi K3: kernels compiled or loaded in %s", spent.told())

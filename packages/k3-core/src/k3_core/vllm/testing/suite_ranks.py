@@ -7,6 +7,7 @@ collectives would; caches start full of NaN, so a slot that is read before it is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -292,6 +293,40 @@ class RankSuite(VendorSuite):
         assert results[0] == results[1]
         (mine, *equal), layers = results[0]
         assert layers == sorted([mine, *equal])
+
+    @pytest.mark.parametrize("ahead", [[True, True], [True, False], [False, False]])
+    @pytest.mark.parametrize("wanted", [["1", "1"], ["1", "0"]])
+    def test_ranks_warm_up_alike_although_they_are_set_apart(
+        self, wanted: list[str], ahead: list[bool], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Mutant: each rank goes by its own settings; ranks of several machines may differ in them."""
+        from k3_core.operators import compiling
+        from k3_core.vllm.serving import warmup
+
+        group = Group(2)
+        met: list[list[str]] = [[], []]
+
+        @contextmanager
+        def naming() -> Iterator[bool]:
+            yield True
+
+        class Noting(warmup.WarmUp):
+            def meet(self, text_model: Any, spent: Any, word: str) -> None:
+                met[group.rank_in_group].append(word)
+
+        def work(rank: int) -> None:
+            monkeypatch.setenv("K3_WARMUP", wanted[rank])
+            Noting(lambda config, limits: {}, ahead=lambda text_model: ahead[rank]).run(None)
+
+        monkeypatch.setattr(compiling, "possible", lambda: True)
+        monkeypatch.setattr(compiling, "ahead", naming)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch, "device", lambda *place: "cpu")
+        with groups(group, Group()):
+            run_ranks(group, work)
+        expected = ["named"] * all(ahead) + ["launched"] if wanted == ["1", "1"] else []
+        assert met == [expected, expected]
 
     def test_without_metadata_layers_give_zeros(self, tiny: Path) -> None:
         """Profiling and warm-up call a layer before any request exists."""
