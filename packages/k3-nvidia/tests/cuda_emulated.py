@@ -21,7 +21,6 @@ ARGUMENTS = {
     "kda_pass_cuda": "PassArgs",
     "kda_scan_cuda": "ScanArgs",
     "kda_scan_bulk_cuda": "ScanArgs",
-    "experts_cuda": "ExpertArgs",
 }
 _libraries: dict[tuple[str, str, tuple[tuple[str, int], ...]], ctypes.CDLL] = {}
 Edit = Callable[[str, str], str]

@@ -2,7 +2,6 @@
 // ARGUMENTS: the type of its only parameter.
 #define HOST_EMULATION
 #include "cuda_emulation.hpp"
-#include "cuda_emulation_pieces.hpp"
 
 #include KERNEL
 

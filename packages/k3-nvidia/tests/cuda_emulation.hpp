@@ -34,8 +34,6 @@ struct Barrier { int arrived = 0; long generation = 0; };
 // An mbarrier: completed phases; of the current one, arrivals to come and bytes to come.
 struct Phases { long done = 0; int count = 0, arrivals = 0; long bytes = 0; };
 struct Copy { char *to; const void *from; int bytes; char *bar; };
-// What one thread asked for in pieces of 16 bytes, and the barrier at which it arrives when all are there.
-struct Pieces { std::vector<Copy> copies; char *bar; };
 // Products that a thread has asked for, a list a group of them.
 typedef std::vector<std::vector<std::function<void()>>> Products;
 
@@ -51,8 +49,6 @@ struct Emulator {
     Barrier barriers[16];
     std::map<char *, Phases> phases;
     std::vector<Copy> copies;  // asked for, not yet there
-    std::vector<Pieces> pieces;
-    std::vector<std::vector<Copy>> wanted;  // a thread's pieces that no arrival stands for yet
     std::vector<Products> products;
     bool late = false;  // products of this block read their operands when they are waited for, not when they are asked for
     char *shared = nullptr;
@@ -93,13 +89,6 @@ struct Emulator {
         phases[c.bar].bytes -= c.bytes;
         settle(phases[c.bar]);
     }
-    void bring_pieces(size_t i) {
-        const Pieces p = pieces[i];
-        pieces.erase(pieces.begin() + i);
-        for (const Copy &c : p.copies) std::memcpy(c.to, c.from, c.bytes);
-        phases[p.bar].arrivals--;
-        settle(phases[p.bar]);
-    }
     // False where every thread waits for something that never comes.
     template <class Body> bool run(int count, int shared_bytes, Body body) {
         threads = count;
@@ -114,8 +103,6 @@ struct Emulator {
         for (Barrier &b : barriers) b = Barrier();
         phases.clear();
         copies.clear();
-        pieces.clear();
-        wanted.assign(count, {});
         products.assign(count, Products(1));
         late = random() % 2;
         shared = (char *)std::aligned_alloc(1024, (shared_bytes + 1023) / 1024 * 1024);
@@ -139,7 +126,6 @@ struct Emulator {
         int ahead = 0;
         while (left) {
             if (!copies.empty() && random() % 256 == 0) bring(random() % copies.size());
-            if (!pieces.empty() && random() % 4 == 0) bring_pieces(random() % pieces.size());
             // One warp runs ahead until it must wait, so that races of distant warps come up too.
             current = random() % 8 ? ahead * 32 + random() % 32 : random() % count;
             if (++idle > 1000000) break;

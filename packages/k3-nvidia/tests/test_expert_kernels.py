@@ -503,6 +503,15 @@ def test_refusals_name_the_reason() -> None:
         )  # type: ignore[arg-type]  # fmt: skip
 
 
+def test_items_wider_than_the_down_product_are_refused() -> None:
+    """A list of 32 tokens an item and a tile of 8 would leave 24 rows unwritten."""
+    weights = moe_layout.empty_swizzled(1, 64, 128, DEVICE)
+    lst = moe_worklist.build(torch.zeros(32, 1, dtype=torch.int32, device=DEVICE), 1, 32)
+    y = torch.zeros(32, 64, dtype=torch.float32 if interpreting() else torch.bfloat16, device=DEVICE)
+    with pytest.raises(ValueError, match="items of 32 tokens, the down product's tile holds 8"):
+        experts.run_w2(y, weights, lst, SMALL)
+
+
 def test_warmup_reaches_every_plan() -> None:
     from types import SimpleNamespace
 

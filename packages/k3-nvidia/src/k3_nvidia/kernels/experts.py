@@ -14,7 +14,7 @@ import torch
 import triton
 
 from k3_core.operators.triton_host import interpreting
-from k3_nvidia.kernels import experts_cuda, moe_worklist, router
+from k3_nvidia.kernels import moe_worklist, router
 from k3_nvidia.kernels.experts_gemm import w2_kernel, w2_wide_kernel, w13_kernel
 from k3_nvidia.kernels.experts_one import PARTS, w2_one_kernel, w13_one_kernel
 from k3_nvidia.kernels.moe_combine import combine
@@ -65,8 +65,7 @@ def _plan(tokens: int, top_k: int, num_experts: int, weights: SwizzledExperts) -
         return tuning.choose(tokens, top_k, num_experts, "default", 90, weights.padded_width)
     props = torch.cuda.get_device_properties(device)
     capability = props.major * 10 + props.minor
-    plan = tuning.choose(tokens, top_k, num_experts, props.name, capability, weights.padded_width)
-    return tuning.without_cuda(plan) if experts_cuda.refusal(weights, plan) else plan
+    return tuning.choose(tokens, top_k, num_experts, props.name, capability, weights.padded_width)
 
 
 def _largest_divisor(value: int, most: int) -> int:
@@ -103,8 +102,6 @@ def run_w13(
 ) -> torch.Tensor:
     """Gate/up product and activation: [pairs, padded width] bf16 in sorted order (rows past the last pair
     unwritten)."""
-    if plan.cuda13:
-        return experts_cuda.run_w13(x, weights, lst, top_k, act, plan.cuda13)
     pairs = lst.sorted.numel()
     y = torch.empty(pairs, weights.padded_width, dtype=_between(x.dtype), device=x.device)
     mb, kb = weights.w13.shape[1] * 4, weights.w13.shape[2]
@@ -173,8 +170,6 @@ def one_token(weights: SwizzledExperts, tokens: int, top_k: int, plan: Plan) -> 
 
 def run_w2(y: torch.Tensor, weights: SwizzledExperts, lst: Worklist, plan: Plan) -> torch.Tensor:
     """Down product: [pairs, L] bf16 in pair order (rows of experts that are elsewhere unwritten)."""
-    if plan.cuda2:
-        return experts_cuda.run_w2(y, weights, lst, plan.cuda2)
     pairs, latent = lst.sorted.numel(), weights.latent
     d = torch.empty(pairs, latent, dtype=y.dtype, device=y.device)
     mb, kb = weights.w2.shape[1] * 4, weights.w2.shape[2]

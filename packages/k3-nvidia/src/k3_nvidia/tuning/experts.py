@@ -12,24 +12,9 @@ import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 HOPPER = "NVIDIA H200"  # whose rows other devices of capability 9.0 use
 ANY = 1e6  # expected pairs that no step reaches: a row up to so many is the last
-
-
-@dataclass(frozen=True)
-class CudaTile:
-    """Tiles of a CUDA C++ product (``kernels.experts_cuda``). groups: warpgroups that multiply, ``tiles`` (1, 2) times
-    64 rows each; widest: most tokens of an item; stages: of the ring of operands; blocks: a multiprocessor; parts: 0,
-    or (down product) into how many runs of rows an item is parted whose tokens stay in shared memory."""
-
-    groups: int
-    tiles: int
-    widest: int
-    stages: int
-    blocks: int = 1
-    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,8 +25,7 @@ class Plan:
     one13, one2: row blocks of the kernels for one token (0: the general ones), the former's stages, the latter's row
     tiles a program;
     next_quarters: how much of the down weights gate/up asks into the L2; regs13: most registers a thread of gate/up (0:
-    any); block_n2, extra_n2: tokens a tile of the down product above 128 tokens (0: as gate/up);
-    cuda13, cuda2: the product in CUDA C++ (None: Triton; up to 128 tokens both or neither)."""
+    any); block_n2, extra_n2: tokens a tile of the down product above 128 tokens (0: as gate/up)."""
 
     block_n: int
     mt13: int
@@ -65,19 +49,15 @@ class Plan:
     regs13: int = 0
     block_n2: int = 0
     extra_n2: int = 0
-    cuda13: CudaTile | None = None
-    cuda2: CudaTile | None = None
 
     @property
     def item_n(self) -> int:
         """Most tokens of one work item."""
-        return self.cuda13.widest if self.cuda13 else self.block_n + self.extra_n
+        return self.block_n + self.extra_n
 
     @property
     def down_n(self) -> tuple[int, int]:
         """Tokens a tile of the down product, and in its second accumulator, for more than 128 tokens."""
-        if self.cuda2:
-            return self.cuda2.widest, 0
         return (self.block_n2, self.extra_n2) if self.block_n2 else (self.block_n, self.extra_n)
 
 
@@ -90,24 +70,13 @@ class Row:
     plan: Plan
 
 
-def without_cuda(plan: Plan) -> Plan:
-    """The plan with both products in Triton."""
-    return replace(plan, cuda13=None, cuda2=None)
-
-
-def plan_of(entry: dict[str, Any]) -> Plan:
-    """A plan from its entry of the table."""
-    tiles = {name: CudaTile(**entry[name]) for name in ("cuda13", "cuda2") if entry.get(name)}
-    return Plan(**{**entry, **tiles})
-
-
 @lru_cache(maxsize=1)
 def _tables() -> dict[str, list[Row]]:
     """Rows of each device, narrow experts first, then few pairs first."""
     raw = json.loads((Path(__file__).parent / "experts.json").read_text())
     return {
         device: [
-            Row(float(table["max_width"]), float(row["max_pairs"]), plan_of(row["plan"]))
+            Row(float(table["max_width"]), float(row["max_pairs"]), Plan(**row["plan"]))
             for table in entry["tables"]
             for row in table["rows"]
         ]
