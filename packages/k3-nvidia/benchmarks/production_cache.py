@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from production_support import DTYPE, GPU, RULE, Checks, Job, Rule, Served, chec
 #: of one layer; float32: a few thousand roundings of 2^-24. A state that was not copied differs by its own size.
 STATE_BOUND = 0.04 if GPU else 1e-3
 NEW = 6
+#: What a request finds that reads a state nobody wrote for it: finite, and no state of these prompts.
+STALE = 1.0
 
 
 @contextlib.contextmanager
@@ -54,7 +57,7 @@ def align(check: Checks, work: Path, seconds: float) -> None:
     block = block_of(served)
     cases = Cases(check, served, block)
     check("mode", str(served.config.cache_config.mamba_cache_mode) == "align", block=block, step_tokens=odd)
-    for name in ("again", "aba", "concurrent", "lengths", "aborted", "mutant"):
+    for name in ("again", "aba", "concurrent", "lengths", "aborted", "stale", "mutant"):
         check.guard(f"align {name}", getattr(cases, name))
     del served, cases
     stop(None)
@@ -135,13 +138,40 @@ class Cases:
             self.check(f"align: aborted in chunk {chunk}, snapshots", ok, **found)
             self.check(f"align: aborted in chunk {chunk}, tokens", **pairs(results, self.alone[1:]))
 
+    def left_behind(self, value: float) -> None:
+        """``value`` in every state of every block but vLLM's null block; nothing runs and nothing is cached then.
+
+        vLLM zeroes new blocks of latent pages, not of states: those hold what their last owner left in them.
+        """
+        self.served.forget()
+        for layer in self.served.layers().values():
+            for pool in layer.states():
+                pool[1:] = value
+
+    def stale(self) -> None:
+        """NaN in all free blocks reaches nobody: new sequences start from zeros, copies replace whole states."""
+        self.left_behind(float("nan"))
+        results = self.served.run([self.first])
+        found = compare_states(self.served.snapshots(), self.states)
+        same = found["snapshots"] > 0 and found["snapshots"] == found["same_bits"]
+        self.check("align: what free blocks hold is not read, states", same, **found)
+        figures = pairs(results, self.alone[1:], Rule(0, 0))
+        self.check("align: what free blocks hold is not read, tokens", **figures)
+        self.served.forget()
+
     def mutant(self) -> None:
-        """The check must catch an engine that does not carry the state over to the next block."""
+        """The check must catch an engine that does not carry the state over to the next block.
+
+        The block then gives what it held: a finite value, put there first, or a block that an earlier check left NaN in
+        would end the request by name, without a snapshot to compare.
+        """
+        self.left_behind(STALE)
         with without_copies():
-            results = self.served.solo([self.first])
+            results = self.served.run([self.first])
             found = compare_states(self.served.snapshots(), self.states)
-        ok = found["worst"] > STATE_BOUND and not pairs(results, self.alone[1:])["ok"]
-        self.check("align: a skipped copy is noticed in states and tokens", ok, **found)
+        whole = results[0].finish == "length" and found["snapshots"] > 0
+        wrong = STATE_BOUND < found["worst"] < math.inf and not pairs(results, self.alone[1:])["ok"]
+        self.check("align: a skipped copy is noticed in states and tokens", whole and wrong, **found)
         self.served.forget()
 
 

@@ -134,5 +134,6 @@ def test_snapshots_are_what_a_recomputation_gives_and_a_skipped_copy_is_noticed(
     cases = production_cache.Cases(check, served, production_cache.block_of(served))
     cases.again()
     cases.aborted()
+    cases.stale()
     cases.mutant()
     assert check.failed == []
