@@ -2,7 +2,8 @@
 
 Triton compiles in the thread that launches. Most of that is MLIR, LLVM and ptxas, which hold no lock of Python's, so a
 start-up first names every variant it will launch and lets a pool compile them (``triton.AsyncCompileMode``, public
-since Triton 3.5, is made for this), then launches. No process is forked: a worker of an engine holds a device.
+in Triton 3.6, 3.7 and 3.9, is made for this), then launches. No process is forked: a worker of an engine holds a
+device.
 """
 
 from __future__ import annotations
