@@ -97,7 +97,7 @@ class RefuseSuite(VendorSuite):
     @pytest.mark.parametrize("what", REFUSED)
     def test_an_option_is_refused_by_name_within_five_seconds(self, what: str, validated: Path) -> None:
         options, words = REFUSED[what]
-        took = []
+        took: list[float] = []
         # vLLM may inspect the model in a process of its own; on a busy machine the quicker of two attempts counts.
         while not took or (took[-1] >= LIMIT and len(took) < 2):
             started = time.monotonic()
