@@ -166,6 +166,7 @@ def forms(me: Rank, tokens: int) -> list[tuple[str, Callable[[], Tensor], float]
         "merged": lambda shared: reductions.merged(routed, shared, whole),
         "separate": lambda shared: reductions.separate(routed, shared, whole),
         "sharded": lambda shared: reductions.sharded(routed, shared, part, me.rank),
+        "adaptive": lambda shared: reductions.adaptive(routed, shared, whole, me.rank, me.ranks),
     }
     total = sum(x.double() for x in parts_r)
     want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * scale.double()

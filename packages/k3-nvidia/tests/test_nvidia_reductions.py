@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
 
 import torch
+from nvidia_support import Group, build, groups, our_model, run_ranks
 
+from k3_core.checkpoint import CheckpointReader
 from k3_core.errors import ConfigError, UnsupportedError
 from k3_core.operators import CallSpec
 from k3_core.vllm.serving import reductions, vision
 from k3_core.vllm.serving.dispatch import CONTRACT
 from k3_core.vllm.serving.vision import assign
+from k3_core.vllm.testing.ranks import settled
 from k3_nvidia import dispatch
 
 USUAL = reductions.Facts(ranks=8, latent=True, shared=True, hidden=7168)
@@ -30,12 +35,13 @@ def test_every_form_says_why_it_was_not_taken() -> None:
     ("changes", "form", "refused"),
     [
         ({}, "merged", []),
-        ({"ranks": 1}, "none", ["merged", "sharded", "separate"]),
-        ({"shared": False}, "separate", ["merged", "sharded"]),
-        ({"latent": False}, "merged", ["sharded"]),
-        ({"sequence_parallel": True}, "separate", ["merged", "sharded"]),
-        ({"micro_batches": True}, "merged", ["sharded"]),
-        ({"ranks": 6, "hidden": 256}, "merged", ["sharded"]),
+        ({"ranks": 1}, "none", ["merged", "sharded", "adaptive", "separate"]),
+        ({"shared": False}, "separate", ["merged", "sharded", "adaptive"]),
+        ({"latent": False}, "merged", ["sharded", "adaptive"]),
+        ({"sequence_parallel": True}, "separate", ["merged", "sharded", "adaptive"]),
+        ({"micro_batches": True}, "merged", ["sharded", "adaptive"]),
+        ({"ranks": 6, "hidden": 256}, "merged", ["sharded", "adaptive"]),
+        ({"on_cpu": True}, "merged", ["adaptive"]),
     ],
 )
 def test_conditions_of_the_forms(changes: dict, form: str, refused: list[str]) -> None:
@@ -60,6 +66,47 @@ def test_the_norm_is_not_applied_to_partial_sums() -> None:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
     assert not torch.allclose(norm(parts[0]) + norm(parts[1]), norm(parts[0] + parts[1]), atol=0.1)
+
+
+@pytest.mark.parametrize("cut_from", [1, 10**6], ids=["cut", "whole"])
+def test_the_adaptive_form_sums_as_the_merged_one(
+    cut_from: int, nvidia_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer's sums over two ranks, in both halves of the form; what a rank computed is given."""
+    facts = reductions.facts
+    monkeypatch.setattr(reductions, "facts", lambda *args: dataclasses.replace(facts(*args), on_cpu=False))
+    monkeypatch.setattr(reductions, "SHARD_TOKENS", cut_from)
+    config = CheckpointReader(nvidia_tiny).config
+    latent, hidden = config.text.routed_expert_hidden_size, config.text.hidden_size
+    generator = torch.Generator().manual_seed(3)
+    partial = [[torch.randn(5, n, generator=generator) for n in (latent, hidden)] for _ in range(2)]
+    weight = torch.randn(hidden, latent, generator=generator)
+
+    def layer(rank: int, form: str) -> Any:
+        with our_model():
+            vllm_config = settled(nvidia_tiny, 2)
+            vllm_config.additional_config = {"k3_moe_reduction": form}
+            model = build(vllm_config, config)
+        found = next(m for _, m in model.model.own_layers() if m.is_moe).feed_forward
+        assert found.form == form
+        found._finish.up = reductions._Slice(weight)
+        found._finish.norm = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        found.partial = lambda x: tuple(part.clone() for part in partial[rank])
+        return found
+
+    def summed(form: str) -> tuple[list[torch.Tensor], list[int]]:
+        group = Group(2)
+        with groups(group, Group()):
+            layers = run_ranks(group, lambda rank: layer(rank, form))
+            group.reduced.clear()
+            return run_ranks(group, lambda rank: layers[rank](torch.zeros(5, hidden))), group.reduced
+
+    (first, second), reduced = summed("adaptive")
+    (want, _), merged = summed("merged")
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, want, rtol=1e-5, atol=1e-4)
+    assert merged == [latent + hidden]
+    assert reduced == ([latent, hidden] if cut_from == 1 else merged)
 
 
 @pytest.mark.parametrize(

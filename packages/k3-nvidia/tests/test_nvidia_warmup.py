@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from k3_nvidia import warmup
 from k3_nvidia.kernels import attn_res, attn_res_cluster, experts, glue, moe_layout, router, situ
 from k3_nvidia.tuning import attn_res as attn_res_tuning
 from k3_nvidia.tuning import experts as experts_tuning
+from k3_nvidia.tuning import moe_step
 
 pytestmark = pytest.mark.usefixtures("without_interpreter")
 
@@ -67,6 +69,18 @@ class Step:
         act: dict[str, Any] = {"hidden_act": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0}
         experts.moe_forward(hidden, latent, self.gate, self.bias, self.weights, TOP_K, **act)
 
+    def scheduled(self, tokens: int) -> None:
+        """A layer of experts as ``K3_MOE_STEP`` lays it over streams."""
+        how = moe_step.choose(moe_step.schedules("any", self.width), tokens)
+        act: dict[str, Any] = {"hidden_act": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0}
+        hidden = rows(tokens, HIDDEN)
+        chosen = experts.choose_experts(hidden, self.gate, self.bias, self.weights, TOP_K, first=how.choice)
+        experts.apply_experts(rows(tokens, LATENT), self.weights, chosen, first=how.choice, **act)
+        with glue.serial() if how.shared and not how.split else contextlib.nullcontext():
+            situ.situ_and_mul(rows(tokens, 2 * self.width), 4.0, 25.0)
+        with glue.serial() if how.shared else contextlib.nullcontext():
+            glue.rms_norm(rows(tokens, LATENT), self.vector[:LATENT], 1e-6)
+
     def apart(self, tokens: int) -> None:
         """Router and experts as two operators, with expert parallelism."""
         act: dict[str, Any] = {"hidden_act": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0}
@@ -112,8 +126,11 @@ def reached(met: set[Any], part: Callable[[int], None], counts: Any) -> set[Any]
     return set(met)
 
 
-@pytest.mark.parametrize("part", ["mixes", "glue", "experts", "apart"])
-def test_every_count_of_a_step_is_met(part: str, met: set[Any]) -> None:
+@pytest.mark.parametrize("part", ["mixes", "glue", "experts", "apart", "scheduled"])
+def test_every_count_of_a_step_is_met(part: str, met: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if part == "scheduled":
+        monkeypatch.setenv(moe_step.VARIABLE, "9:choice+shared,50:choice,70:split+shared,3000:shared")
+        monkeypatch.setattr(glue, "_capability", lambda device: 9)
     run = getattr(Step(6, 192), part)
     counts = warmup.WARM_UP.token_counts(CONFIG, Limits(LONGEST, 128, 0))
     assert len(counts) < 20, counts

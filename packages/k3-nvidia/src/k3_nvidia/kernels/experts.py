@@ -7,6 +7,7 @@ for any routing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from k3_nvidia.kernels.moe_layout import SwizzledExperts, empty_swizzled, pack_e
 from k3_nvidia.kernels.moe_worklist import Worklist
 from k3_nvidia.kernels.situ import activation_code
 from k3_nvidia.tuning import experts as tuning
+from k3_nvidia.tuning import moe_step
 from k3_nvidia.tuning.experts import Plan
 
 ONE_SLOTS = 16  # experts of one token that one program of its down product holds
@@ -244,30 +246,91 @@ def experts(
     total = weights.num_experts if expert_map is None else expert_map.numel()
     plan = plan or _plan(tokens, top_k, total, weights)
     lst = moe_worklist.build(topk_ids, weights.num_experts, plan.item_n, expert_map, plan.pdl, sum(plan.down_n))
-    return _products(x, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out)
+    return _products(x, weights, Chosen(topk_weights, topk_ids, lst, plan), expert_map, act, out)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the router decided for a batch: weights fp32 and ids int32 [T, top_k], the work list and the plan it fits.
+
+    every: each id names an expert of this rank.
+    """
+
+    weights: torch.Tensor
+    ids: torch.Tensor
+    list: Worklist
+    plan: Plan
+    every: bool = False
 
 
 def _products(
     x: torch.Tensor,
     weights: SwizzledExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
+    chosen: Chosen,
     expert_map: torch.Tensor | None,
-    lst: Worklist,
     act: tuple[int, float, float],
-    plan: Plan,
     out: torch.Tensor,
-    every: bool = False,
+    first: bool = False,
 ) -> torch.Tensor:
-    """every: each id names an expert of this rank."""
-    tokens, top_k = topk_ids.shape
+    """first: the gate/up product follows an event of another stream and is not launched programmatically dependent."""
+    tokens, top_k = chosen.ids.shape
+    lst, plan = chosen.list, chosen.plan
     one13, one2 = one_token(weights, tokens, top_k, plan)
-    y = run_w13_one(x, weights, lst, act, plan) if one13 else run_w13(x, weights, lst, top_k, act, plan)
+    begin = replace(plan, pdl=False) if first else plan
+    y = run_w13_one(x, weights, lst, act, begin) if one13 else run_w13(x, weights, lst, top_k, act, begin)
     if one2:
-        return run_w2_one(y, weights, lst, topk_weights, plan, out)
+        return run_w2_one(y, weights, lst, chosen.weights, plan, out)
     d = run_w2(y, weights, lst, plan)
     block, pdl = plan.combine_block, plan.pdl
-    return combine(d, topk_weights, topk_ids, weights.num_experts, expert_map, out, block, pdl, every)
+    return combine(d, chosen.weights, chosen.ids, weights.num_experts, expert_map, out, block, pdl, chosen.every)
+
+
+def choose_experts(
+    hidden: torch.Tensor,
+    router_weight: torch.Tensor,
+    router_bias: torch.Tensor | None,
+    weights: SwizzledExperts,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    routed_scaling_factor: float = 1.0,
+    expert_map: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    first: bool = False,
+) -> Chosen:
+    """The first half of ``moe_forward``: hidden bf16 [T, H], T > 0, decides which experts of ``weights`` work.
+
+    first: the router's product follows an event of another stream (see :mod:`k3_nvidia.beside`).
+    """
+    plan = plan or _plan(hidden.shape[0], top_k, router_weight.shape[0], weights)
+    topk_weights, topk_ids, lst = router.route_and_list(
+        hidden, router_weight, router_bias, top_k, weights.num_experts, plan.item_n, renormalize=renormalize,
+        factor=routed_scaling_factor, expert_map=expert_map, pdl=plan.pdl, block_n2=sum(plan.down_n), first=first,
+    )  # fmt: skip
+    # The router chose top_k different experts of its own rows, whatever the logits: NaN has a place in its order, too.
+    # Only for few tokens, where the sum's time is that of its loads one after another.
+    every = plan.pdl and expert_map is None and router_weight.shape[0] == weights.num_experts
+    return Chosen(topk_weights, topk_ids, lst, plan, every)
+
+
+def apply_experts(
+    latent: torch.Tensor,
+    weights: SwizzledExperts,
+    chosen: Chosen,
+    *,
+    hidden_act: str,
+    situ_beta: float | None,
+    situ_linear_beta: float | None,
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    first: bool = False,
+) -> torch.Tensor:
+    """The second half of ``moe_forward``: latent bf16 [T, L] through the chosen experts -> weighted sum [T, L]."""
+    act = activation_code(hidden_act, situ_beta, situ_linear_beta)
+    if out is None:
+        out = torch.empty(latent.shape[0], weights.latent, dtype=latent.dtype, device=latent.device)
+    _check(latent, weights, chosen.ids)
+    return _products(latent, weights, chosen, expert_map, act, out, first)
 
 
 def moe_forward(
@@ -291,22 +354,16 @@ def moe_forward(
 
     Five launches up to 128 tokens. Same arithmetic as ``router_logits``, ``route`` and ``experts`` in a row.
     """
-    tokens = hidden.shape[0]
-    if out is None:
-        out = torch.empty(tokens, weights.latent, dtype=latent.dtype, device=latent.device)
-    if tokens == 0:
-        return out
-    act = activation_code(hidden_act, situ_beta, situ_linear_beta)
-    plan = plan or _plan(tokens, top_k, router_weight.shape[0], weights)
-    topk_weights, topk_ids, lst = router.route_and_list(
-        hidden, router_weight, router_bias, top_k, weights.num_experts, plan.item_n, renormalize=renormalize,
-        factor=routed_scaling_factor, expert_map=expert_map, pdl=plan.pdl, block_n2=sum(plan.down_n),
+    if hidden.shape[0] == 0:
+        return torch.empty(0, weights.latent, dtype=latent.dtype, device=latent.device) if out is None else out
+    chosen = choose_experts(
+        hidden, router_weight, router_bias, weights, top_k, renormalize=renormalize,
+        routed_scaling_factor=routed_scaling_factor, expert_map=expert_map, plan=plan,
     )  # fmt: skip
-    _check(latent, weights, topk_ids)
-    # The router chose top_k different experts of its own rows, whatever the logits: NaN has a place in its order, too.
-    # Only for few tokens, where the sum's time is that of its loads one after another.
-    every = plan.pdl and expert_map is None and router_weight.shape[0] == weights.num_experts
-    return _products(latent, weights, topk_weights, topk_ids, expert_map, lst, act, plan, out, every)
+    return apply_experts(
+        latent, weights, chosen, hidden_act=hidden_act, situ_beta=situ_beta, situ_linear_beta=situ_linear_beta,
+        expert_map=expert_map, out=out,
+    )  # fmt: skip
 
 
 def _device() -> tuple[str, int]:
@@ -318,10 +375,11 @@ def _device() -> tuple[str, int]:
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, int]]:
-    """The last token count of each class: of the form for one token, of the masks, of the plans of every width."""
+    """The last token count of each class: of the form for one token, of the masks, of the plans of every width, of
+    the schedules of a layer."""
     text = getattr(config, "text", config)
     top_k, total = int(text.num_experts_per_token), int(text.num_experts)
-    edges = {1, 32, 64, moe_worklist.ONE_LAUNCH_TOKENS}
+    edges = {1, 32, 64, moe_worklist.ONE_LAUNCH_TOKENS, *moe_step.edges()}
     for row in tuning.rows(tuning.measured(*_device())):
         if row.max_pairs < tuning.ANY:
             edges.add(tuning.last_tokens(row.max_pairs, top_k, total))

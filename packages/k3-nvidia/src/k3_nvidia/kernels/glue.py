@@ -18,7 +18,9 @@ Rounding is that of the operations they stand for, so bits do not depend on whic
 # (bodies of Triton kernels have no Python types)
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -228,9 +230,23 @@ def _capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
+_serial = False
+
+
+@contextlib.contextmanager
+def serial() -> Iterator[None]:
+    """Kernels launched within wait for their predecessors as a whole: they follow an event of another stream."""
+    global _serial
+    before, _serial = _serial, True
+    try:
+        yield
+    finally:
+        _serial = before
+
+
 def pdl(tensor: torch.Tensor) -> bool:
     """Whether kernels on this tensor's device are launched programmatically dependent: capability 9.0 and up."""
-    return _capability(tensor.device) >= 9 and not interpreting()
+    return _capability(tensor.device) >= 9 and not interpreting() and not _serial
 
 
 def launch_options(dependent: bool) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from k3_nvidia.kernels.moe_worklist import (
     mark,
 )
 from k3_nvidia.tuning import glue as tuning
+from k3_nvidia.tuning import moe_step
 
 
 @triton.jit(do_not_specialize=["tokens", "steps", "zero_words"])
@@ -308,11 +309,12 @@ def route_and_list(
     expert_map: torch.Tensor | None = None,
     pdl: bool = False,
     block_n2: int = 0,
+    first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, Worklist]:
     """Router product, choice and work list: two launches up to 128 tokens. Returns (topk_weights, topk_ids, list).
 
     x bf16 [T, H], weight bf16 [A, H], bias fp32 [A] or None. ``num_local`` experts are here; ``expert_map`` as in
-    ``experts``.
+    ``experts``. pdl: launched programmatically dependent; first: all but the product, which follows an event.
     """
     tokens = x.shape[0]
     lst = allocate(tokens, top_k, num_local, block_n, x.device, block_n2)
@@ -322,7 +324,7 @@ def route_and_list(
         marks = 0 if mode == 3 else triton.next_power_of_2(triton.cdiv(max(tokens, 1), 32)) * eb
         zero = torch.empty(marks + 16, dtype=torch.int32, device=x.device)
         lst.mask, lst.ticket = zero[:marks], zero[marks:]
-        logits = router_logits(x, weight, zero, pdl)
+        logits = router_logits(x, weight, zero, pdl and not first)
         weights, ids = _launch_route(logits, bias, top_k, renormalize, factor, lst, mode, num_local, expert_map, pdl)
         return weights, ids, lst
     words = triton.cdiv(tokens, 32)
@@ -337,5 +339,6 @@ def route_and_list(
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, Any]]:
-    """The last token count of each variant: one token, then powers of two up to the longest of two launches."""
-    return [{"tokens": t} for t in (1, 16, 32, 64, ONE_LAUNCH_TOKENS)]
+    """The last token count of each variant: one token, then powers of two up to the longest of two launches, and
+    where another schedule begins."""
+    return [{"tokens": t} for t in sorted({1, 16, 32, 64, ONE_LAUNCH_TOKENS, *moe_step.edges()})]

@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from k3_core.operators.triton_host import Launcher, interpreting
 from k3_nvidia.kernels.glue import launch_options, pdl
 from k3_nvidia.tuning import glue as tuning
+from k3_nvidia.tuning import moe_step
 
 
 @triton.jit
@@ -152,5 +153,5 @@ def supports(dtype: torch.dtype) -> tuple[bool, str]:
 
 
 def warmup_profiles(config: Any, limits: Any) -> list[dict[str, int]]:
-    """Token counts at which the block of a program changes."""
-    return [{"tokens": rows} for rows in tuning.situ_edges()]
+    """Token counts at which the block of a program changes, or what the shared experts' launch follows."""
+    return [{"tokens": rows} for rows in sorted({*tuning.situ_edges(), *moe_step.edges()})]

@@ -92,12 +92,13 @@ class MoeLayer(Loadable):
         has_both = text.routed_expert_hidden_size is not None and text.num_shared_experts > 0
         self.one_input = one_input and has_both
         parallel = vllm_config.parallel_config
-        self.text, self.rank = text, rank
+        self.text, self.ranks, self.rank = text, size, rank
         self.expert_parallel = bool(parallel.enable_expert_parallel) and size > 1
         quantised = config.quantization is not None
         ep = size if self.expert_parallel else 1
         # Unpadded: padding belongs to a kernel's layout, which does it once. Whole experts have nothing to pad.
         width, _ = expert_width(config, size, ep)
+        self.width = width
         latent = text.expert_hidden_size
         sizes = {"L": latent, "I": width, "X": text.num_experts_per_token, "A": text.num_experts}
         options = {"quantised": quantised, "hidden_act": text.hidden_act}
@@ -152,23 +153,30 @@ class MoeLayer(Loadable):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normed hidden states [T, H] -> [T, H]."""
-        if self.one_input:
-            assert self.shared_experts is not None
-            both = self.in_proj(x)
-            routed = self.routed(x, self.rows.columns(both, "routed_expert_down_proj"))
-            gate_up = self.rows.columns(both, "shared_experts.gate_proj", "shared_experts.up_proj")
-            shared: Tensor | None = self.shared_experts.finish(gate_up)
-        else:
-            latent = x if self.text.routed_expert_hidden_size is None else self.routed_expert_down_proj(x)
-            routed = self.routed(x, latent)
-            shared = None if self.shared_experts is None else self.shared_experts(x)
+        routed, shared = self.partial(x)
         if self.form == "none":
             return reductions.none(routed, shared, self._finish)
         if self.form == "merged":
             return reductions.merged(routed, shared, self._finish)
         if self.form == "separate":
             return reductions.separate(routed, shared, self._finish)
+        if self.form == "adaptive":
+            return reductions.adaptive(routed, shared, self._finish, self.rank, self.ranks)
         return reductions.sharded(routed, shared, self._finish, self.rank)
+
+    def partial(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """This rank's partial results: routed experts [T, L] and shared ones [T, H] or None, neither reduced."""
+        if not self.one_input:
+            latent = x if self.text.routed_expert_hidden_size is None else self.routed_expert_down_proj(x)
+            return self.routed(x, latent), None if self.shared_experts is None else self.shared_experts(x)
+        assert self.shared_experts is not None
+        latent, gate_up = self.parts_of_input(self.in_proj(x))
+        return self.routed(x, latent), self.shared_experts.finish(gate_up)
+
+    def parts_of_input(self, product: Tensor) -> tuple[Tensor, Tensor]:
+        """(latent [T, L], gate and up rows of the shared experts [T, 2 I]): columns of ``in_proj``'s product."""
+        gate_up = self.rows.columns(product, "shared_experts.gate_proj", "shared_experts.up_proj")
+        return self.rows.columns(product, "routed_expert_down_proj"), gate_up
 
     def routed(self, x: Tensor, latent: Tensor) -> Tensor:
         """This rank's weighted sum of experts [T, L], not reduced."""

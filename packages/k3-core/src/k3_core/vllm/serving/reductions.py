@@ -6,13 +6,15 @@ of the shared ones. The latent norm is not linear, so r is summed before it:
     (a) separate    R = sum r;  y = norm(R) W_up^T + sum s                two all-reduces, the second overlapped
     (b) merged      [R | S] = sum [r | s];  y = norm(R) W_up^T + S        one all-reduce of L + H columns
     (c) sharded     R = sum r;  y = sum (s + [0 | norm(R) W_up,rank^T | 0])   each rank up-projects H / ranks columns
+    (d) adaptive    (b) for fewer than ``SHARD_TOKENS`` tokens, (c) with a view of the whole W_up's rows from there on
 
-(a) and (b) hold W_up whole on every rank, (c) a slice. (c) adds its slice into the partial shared result in place. No
-rank ever adds an uninitialised or stale buffer: a fused reduction's residual operand must be zeros, and none is used.
+(a), (b) and (d) hold W_up whole on every rank, (c) a slice. (c) adds its slice into the partial shared result in place.
+No rank ever adds an uninitialised or stale buffer: a fused reduction's residual operand must be zeros; none is used.
 
 On one rank there is nothing to sum (form "none"). Small batches are bound by the launch of a collective, large ones by
-bytes and by the up-projection's arithmetic; no form was measured on several GPUs yet, the order below is by launches.
-Forms (a) and (c) are also in vLLM's own implementation of this model.
+bytes and by the up-projection's arithmetic, of which (c) does a rank's share: 2 T L H / ranks operations instead of
+2 T L H, for one collective more and no byte more. No form was timed on several GPUs yet, the order below is by
+launches; (d) is taken where it is asked for. Forms (a) and (c) are also in vLLM's own implementation of this model.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.platforms import current_platform
 
 from k3_core.config import TextConfig
 from k3_core.errors import ConfigError
 
 #: Up to this many tokens (a) overlaps its second all-reduce on another stream; beyond, both are bound by bytes.
 OVERLAP_TOKENS = 1024
+#: From so many tokens on (d) cuts the up-projection. At the released sizes the whole product takes 67 us of 1024 tokens
+#: at 790 TFLOP/s and is bound by its 51 MB of weights below 200 tokens; one more collective costs what its launch does.
+SHARD_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Facts:
 
     ranks: ranks that hold partial results. latent: whether experts work in a latent space (norm and up-projection).
     shared: whether there are shared experts. scaling: routed_scaling_factor, already inside the routing weights.
-    sequence_parallel, micro_batches, sleep_mode: the engine's settings.
+    sequence_parallel, micro_batches, sleep_mode: the engine's settings. on_cpu: vLLM repacks weights there.
     """
 
     ranks: int
@@ -49,6 +55,7 @@ class Facts:
     sequence_parallel: bool = False
     micro_batches: bool = False
     sleep_mode: bool = False
+    on_cpu: bool = False
 
 
 def facts(text: TextConfig, vllm_config: Any) -> Facts:
@@ -60,6 +67,7 @@ def facts(text: TextConfig, vllm_config: Any) -> Facts:
         hidden=text.hidden_size,
         scaling=text.routed_scaling_factor,
         sleep_mode=bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+        on_cpu=current_platform.is_cpu(),
     )
 
 
@@ -106,12 +114,19 @@ def _refuse_sharded(f: Facts) -> str | None:
     return None
 
 
+def _refuse_adaptive(f: Facts) -> str | None:
+    if f.on_cpu:
+        return "vLLM repacks weights on a CPU, which leaves no rows of the up-projection to view"
+    return _refuse_merged(f) or _refuse_sharded(f)
+
+
 #: In order of preference. Scaling and sleep mode exclude none of them here: the factor is in the routing weights before
 #: any sum, and no form keeps a buffer between calls that sleeping could lose.
 FORMS = (
     Form("none", "one rank: nothing to sum", _refuse_none),
     Form("merged", "(b) one all-reduce of latent and shared partial results", _refuse_merged),
     Form("sharded", "(c) two all-reduces, each rank up-projects a slice", _refuse_sharded),
+    Form("adaptive", "(d) (b) for short batches, (c) for long ones", _refuse_adaptive),
     Form("separate", "(a) two all-reduces, overlapped", _refuse_separate),
 )
 
@@ -153,6 +168,11 @@ class Finish:
         projected: Tensor = self.up(normed)
         return projected
 
+    def rows(self, first: int, count: int) -> Finish:
+        """The same with ``count`` rows of the up-projection's weight from ``first`` on, a view; not on a CPU."""
+        assert self.up is not None
+        return Finish(self.norm, _Slice(self.up.weight[first : first + count]))
+
     def plus(self, routed: Tensor, shared: Tensor) -> Tensor:
         """The same plus ``shared`` [T, H], which may be changed; on a GPU the product adds it before it rounds."""
         if self.up is None or not (routed.is_cuda or self.add):
@@ -165,6 +185,16 @@ class Finish:
             projected: Tensor = self.up(normed)
             return projected + shared
         return shared.addmm_(normed, self.up.weight.t())
+
+
+@dataclass
+class _Slice:
+    """Rows of a linear layer's weight, as a linear layer."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight)
 
 
 def none(routed: Tensor, shared: Tensor | None, finish: Finish) -> Tensor:
@@ -205,6 +235,15 @@ def sharded(routed: Tensor, shared: Tensor | None, finish: Finish, rank: int) ->
     shared[:, rank * width : (rank + 1) * width].add_(columns)
     result: Tensor = tensor_model_parallel_all_reduce(shared)
     return result
+
+
+def adaptive(routed: Tensor, shared: Tensor | None, finish: Finish, rank: int, ranks: int) -> Tensor:
+    """(d). ``finish`` has the whole up-projection. A graph holds one number of tokens and so one of the two forms."""
+    if routed.shape[0] < SHARD_TOKENS:
+        return merged(routed, shared, finish)
+    assert shared is not None
+    rows = shared.shape[-1] // ranks
+    return sharded(routed, shared, finish.rows(rank * rows, rows), rank)
 
 
 _side: Any = None
