@@ -5,9 +5,11 @@
 8 layers (6 KDA, 2 MLA; 1 dense, 7 MoE) in the shapes of one rank of TP16 or TP8 with random weights, made on the
 device, with CUDA graphs, in an engine as ``vllm serve`` runs it (a process of its own, asynchronous scheduling): a
 decoding step for several batch sizes and a prompt of several lengths. ``ms`` is the wall clock a user sees, scheduling
-and output processing included; ``device_ms`` is the time the device worked in a step (from a trace of another run of
-the same batch; waits for the host are left out, see ``engine_worker.spans``). vLLM's experts are what it chooses on
-this device (Humming on Hopper), or with ``--experts marlin`` Marlin: the rival of a row is the faster of the two.
+and output processing included: the median time between consecutive tokens of a whole batch, or a whole request of a
+prompt; ``device_ms`` is the time the device worked, the median step of a trace of another run of the same batch or the
+median of three traced prompts (``engine_steps``; waits for the host are left out). What cannot be told is refused: the
+row has ``ms_refused`` or ``device_refused`` with the reason, and the exit status is 1. vLLM's experts are what it
+chooses on this device (Humming on Hopper), or with ``--experts marlin`` Marlin: the rival of a row is the faster.
 Alternate the processes, or start them together with ``--turns`` and let them take turns.
 ``--startup`` starts an engine twice in a process of its own, measures nothing else and takes from its log what it
 needed after its weights ("init engine ... took": memory profile, warm-up, graphs), the parts that are named there, and
@@ -36,6 +38,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of engine_worker are sent to it
 
+import engine_steps
 import engine_timeline
 import engine_worker
 import gpu_smoke
@@ -87,44 +90,68 @@ def rank_config(tp: int = 16, layers: int = 8, experts: int = 896) -> Any:
 
 BATCHES, LENGTHS = (1, 8, 32, 128), (1024, 8192, 32768)
 VOCABULARY = 512  # of the prompts; every shape has as many
+TRACED_TOKENS = 40  # of each request of a traced run
+REFUSALS = ("ms_refused", "device_refused")
 
 
-def decode_ms(
-    llm: Any, batch: int, context: int, traced: bool, steps: int = 48, traced_steps: int = 24
-) -> dict[str, Any]:
-    """Milliseconds of a decoding step: what ``steps`` more tokens add to a whole batch; traced: the device's, too."""
+class Arrivals:
+    """Notes while it is entered when outputs of the engine reach this process, and of which requests: what a user sees.
+
+    ``runs``: for each time it was entered [(seconds, request -> its new tokens)]. The engine's own process sends what
+    a step made when it is done; the next is taken up once the last was processed here.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.core = llm.llm_engine.engine_core
+        self.runs: list[list[tuple[float, dict[str, int]]]] = []
+
+    def __enter__(self) -> None:
+        get, run = self.core.get_output, []
+
+        def noted() -> Any:
+            found = get()
+            run.append((time.perf_counter(), {o.request_id: len(o.new_token_ids) for o in found.outputs}))
+            return found
+
+        self.core.get_output = noted  # on the object: the class's own is back once this is gone
+        self.runs.append(run)
+
+    def __exit__(self, *_: object) -> None:
+        del self.core.get_output
+
+
+def decode_ms(llm: Any, batch: int, context: int, traced: bool, keep: str, tokens: int = 56) -> dict[str, Any]:
+    """Milliseconds of a decoding step of a whole batch, by ``engine_steps``; traced: the device's, of a shorter run."""
     from vllm import SamplingParams
 
     requests = [{"prompt_token_ids": p} for p in prompts((context,) * batch, seed=batch, vocabulary=VOCABULARY)]
 
-    def seconds(count: int) -> float:
+    def generate(count: int) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-        began = time.perf_counter()
         llm.generate(requests, sampling, use_tqdm=False)
-        return time.perf_counter() - began
 
-    seconds(8)
-    few = statistics.median(seconds(8) for _ in range(3))
-    many = statistics.median(seconds(8 + steps) for _ in range(3))
-    result = {"ms": round(1e3 * (many - few) / steps, 3)}
-    if not traced:
-        return result
-    traces = [_traced(llm, lambda c=count: seconds(c)) for count in (8, 8 + traced_steps)]
-    device = {k: round((traces[1][k] - traces[0][k]) / traced_steps, 3) for k in ("device_ms", "launches")}
-    timeline = engine_timeline.per_step(traces[1]["timeline"], traces[0]["timeline"], traced_steps)
-    return {**result, **device, "kernels": traces[1]["kernels"], "timeline": timeline}
+    generate(8)
+    arrivals = Arrivals(llm)
+    for _ in range(3):
+        with arrivals:
+            generate(tokens)
+    result = engine_steps.step_ms(arrivals.runs, batch, tokens)
+    if traced:
+        result |= _traced(llm, lambda: generate(TRACED_TOKENS), TRACED_TOKENS, keep and f"{keep}_decode_{batch}")
+    return result
 
 
-def _traced(llm: Any, call: Callable[[], Any]) -> dict[str, Any]:
-    """Device milliseconds and launches of one call, and its largest kernels."""
+def _traced(llm: Any, call: Callable[[], Any], tokens: int | None, keep: str) -> dict[str, Any]:
+    """What the trace of one call says (``engine_worker.stop_profile``)."""
     llm.collective_rpc(engine_worker.start_profile)
     call()
-    found = llm.collective_rpc(engine_worker.stop_profile, args=(1,))[0]
-    return {**found, "kernels": list(found["kernels_us_and_count"])[:6]}
+    found: dict[str, Any] = llm.collective_rpc(engine_worker.stop_profile, args=(tokens, keep and f"{keep}.json.gz"))[0]
+    return found
 
 
-def prefill_ms(llm: Any, length: int, repeats: int, traced: bool) -> dict[str, Any]:
-    """Median milliseconds of a request of ``length`` prompt tokens and one generated; traced: the device's, too."""
+def prefill_ms(llm: Any, length: int, repeats: int, traced: bool, keep: str) -> dict[str, Any]:
+    """Median milliseconds of a request of ``length`` prompt tokens and one generated; traced: the device's, too, of
+    three more of them, each in a trace of its own (``engine_steps.median_request``)."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -136,12 +163,13 @@ def prefill_ms(llm: Any, length: int, repeats: int, traced: bool) -> dict[str, A
         return 1e3 * (time.perf_counter() - began)
 
     times = [request(100 + repeat) for repeat in range(repeats + 2)]
-    result = {"ms": round(statistics.median(times[2:]), 2)}
-    if not traced:
-        return result
-    trace = _traced(llm, lambda: request(99))
-    timeline = engine_timeline.per_step(trace["timeline"])
-    return {**result, "device_ms": round(trace["device_ms"], 2), "kernels": trace["kernels"], "timeline": timeline}
+    result: dict[str, Any] = {"ms": round(statistics.median(times[2:]), 2)}
+    if traced:
+        traces = [
+            _traced(llm, lambda s=97 + n: request(s), None, keep and f"{keep}_prefill_{length}_{n}") for n in range(3)
+        ]
+        result |= engine_steps.median_request(traces)
+    return result
 
 
 def rank(work: Path, options: argparse.Namespace, experts: str) -> None:
@@ -182,23 +210,33 @@ def rank(work: Path, options: argparse.Namespace, experts: str) -> None:
     llm.collective_rpc(engine_worker.randomise)
     llm.collective_rpc(engine_worker.watch)
     say(**who, **llm.collective_rpc(engine_worker.facts)[0])
-    cases: dict[str, Any] = {}
+    measure(llm, who, options)
+    del llm
+
+
+def measure(llm: Any, who: dict[str, Any], options: argparse.Namespace) -> None:
+    """Say every row, in the turns of this engine. Raises RuntimeError at the end where a figure was refused."""
+    small, cases, refused = options.shape == "tiny", {}, []
     for number in options.turns.rounds(options.rounds):
+        traced = number == 0 and torch.cuda.is_available()
+        keep = str(options.traces / "_".join(("trace", *map(str, who.values())))) if traced and options.traces else ""
         for batch in BATCHES[:2] if small else BATCHES:
-            found = decode_ms(llm, batch, 128, traced=number == 0)
+            found = decode_ms(llm, batch, 128, traced, keep)
             if timeline := found.pop("timeline", None):
                 cases[f"decode {batch}"] = timeline
             say(**who, round=number, decode_batch=batch, **found)
+            refused += [f"decode {batch}: {found[key]}" for key in REFUSALS if key in found]
         for length in LENGTHS if not small else (300,):
-            repeats = 5 if length < 16384 else 3
-            found = prefill_ms(llm, length, repeats, traced=number == 0)
+            found = prefill_ms(llm, length, 5 if length < 16384 else 3, traced, keep)
             if (timeline := found.pop("timeline", None)) and length in (300, 8192):
                 cases[f"prefill {length}"] = timeline
             say(**who, round=number, prefill=length, **found)
-        if number == 0:
+            refused += [f"prefill {length}: {found[key]}" for key in REFUSALS if key in found]
+        if traced:
             say(**engine_timeline.line({k: v for k, v in who.items() if k != "part"}, cases))
     say(**who, compiled_while_serving=llm.collective_rpc(engine_worker.compiled)[0])
-    del llm
+    if refused:
+        raise RuntimeError("no figure of " + "; ".join(refused))
 
 
 #: What the log says of a start: seconds, and our warm-up's parts in words.
@@ -275,6 +313,7 @@ def main() -> int:
     parser.add_argument("--experts", default="auto", choices=("auto", "marlin"), help="of the upstream model")
     parser.add_argument("--rounds", type=int, default=1, help="times that every row is measured")
     parser.add_argument("--turns", help="FOLDER:INDEX:COUNT, engines that share this GPU (engine_turns.py)")
+    parser.add_argument("--traces", type=Path, help="keep the traces in this folder (engine_steps.py reads them)")
     parser.add_argument("--startup", action="store_true", help="only start it, with empty and with filled caches")
     parser.add_argument("--only-start", action="store_true", help="(internal) that process")
     options = parser.parse_args()
@@ -290,6 +329,9 @@ def main() -> int:
     if options.only_start:
         os.environ.pop("OUT", None)  # the parent writes the row
     gpu_smoke.prepare()
+    if options.traces:
+        options.traces = options.traces.resolve()
+        options.traces.mkdir(parents=True, exist_ok=True)
     folder, index, count = options.turns.rsplit(":", 2) if options.turns else (tempfile.mkdtemp(), "0", "1")
     options.turns = Turns(Path(folder), int(index), int(count))
     try:

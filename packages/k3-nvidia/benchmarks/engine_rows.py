@@ -44,7 +44,7 @@ def case_of(record: Mapping[str, Any]) -> str | None:
     if record.get("part") == "startup":
         return f"{record['shape']} {'cold ' if record.get('caches') == 'cold' else ''}start"
     for kind, key in (("decode", "decode_batch"), ("prefill", "prefill")):
-        if key in record and "ms" in record:
+        if key in record and ("ms" in record or "device_ms" in record):
             return f"{record['shape']} {kind} {record[key]}"
     return None
 
@@ -69,9 +69,22 @@ def rows(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             rivals = [row[f"{side}{suffix}"] for side in ("marlin", "humming") if f"{side}{suffix}" in row]
             if ours in row and rivals:
                 row[f"ratio{suffix}"] = round(row[ours] / min(rivals), 2)
-        if "ours" in row:
+        if "ours" in row or "ours, device" in row:
             result[case] = row
     return result
+
+
+def refusals(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each figure that ``bench_engine.py`` could not tell."""
+    said = []
+    for record in found:
+        side = SIDES.get((record.get("impl", ""), record.get("experts", "")))
+        kind = next((kind for kind in ("decode_batch", "prefill") if kind in record), None)
+        for key, what in (("ms_refused", "wall clock"), ("device_refused", "device time")):
+            if side and kind and key in record:
+                case = f"{record['shape']} {kind.removesuffix('_batch')} {record[kind]}"
+                said.append(f"No {what} of {side} in {case}: {record[key]}.")
+    return said
 
 
 def write(out: Path) -> Path:
@@ -88,6 +101,7 @@ def write(out: Path) -> Path:
         "an engine needs after its weights (memory profile, warm-up, graphs) with warm caches; cold start: with none."
     ]
     data = {"title": title, "environment": environment, "rows": rows(found), "notes": notes}
+    notes += refusals(found)
     if where := engine_timeline.tables(found):
         data["tables"] = where
         notes.append(

@@ -1,7 +1,7 @@
 """Where a step's device time goes: a trace's kernels swept into times by name and by part of the model.
 
-``sweep`` runs in the engine's own process (``engine_worker.stop_profile``), the rest in the process that writes the
-result file; nothing here needs torch. Times are microseconds.
+``exposures`` and ``gather`` run in the engine's own process (``engine_worker.stop_profile``, by ``engine_steps``), the
+rest in the process that writes the result file; nothing here needs torch. Times are microseconds.
 
 *Sum* is the sum of a kernel's spans. *Exposed* is what of the step's wall clock it accounts for: an instant that
 several spans cover belongs to the one that started first and still runs. A kernel launched programmatically dependent
@@ -116,41 +116,51 @@ def labels(spans: Sequence[Span]) -> list[tuple[str, str]]:
     return found
 
 
-def sweep(spans: Sequence[Span], pause: float) -> dict[str, Any]:
-    """``rows``: [short name, part, launches, sum, exposed] in the order of first starts; ``gaps``.
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a trace: what it is, its span, and what of the wall clock it accounts for (microseconds).
+
+    exposed: what lies behind the furthest end of the launches that started before; gap: how long the device idled
+    right before it, 0 where that was a wait for the host.
+    """
+
+    label: tuple[str, str]
+    span: Span
+    exposed: float
+    gap: float
+
+
+def exposures(spans: Sequence[Span], pause: float) -> list[Launch]:
+    """The launches of a trace in the order of their starts.
 
     An instant covered by several spans is the earliest-started one's: in the order of starts each span has what lies
     behind the furthest end so far. A stretch without a kernel is a gap below ``pause``, beyond a wait for the host.
+    The exposed times and the gaps of any partition of the launches add up to those of the whole.
     """
     spans = sorted(spans, key=lambda span: (span[2], span[3]))
-    rows: dict[tuple[str, str], list[float]] = {}
-    gaps, frontier = 0.0, None
-    for label, (_, _, start, end) in zip(labels(spans), spans, strict=True):
-        if frontier is None:
-            frontier = start
-        if 0 < start - frontier <= pause:
-            gaps += start - frontier
-        entry = rows.setdefault(label, [0, 0.0, 0.0])
-        entry[0] += 1
-        entry[1] += end - start
-        entry[2] += max(0.0, end - max(start, frontier))
+    found, frontier = [], spans[0][2] if spans else 0.0
+    for label, span in zip(labels(spans), spans, strict=True):
+        _, _, start, end = span
+        gap = start - frontier if 0 < start - frontier <= pause else 0.0
+        found.append(Launch(label, span, max(0.0, end - max(start, frontier)), gap))
         frontier = max(frontier, end)
-    return {"rows": [[*label, *entry] for label, entry in rows.items()], "gaps": gaps}
+    return found
 
 
-def per_step(run: Mapping[str, Any], shorter: Mapping[str, Any] | None = None, steps: int = 1) -> dict[str, Any]:
-    """A step's share: what ``run`` has beyond ``shorter``, which lacks ``steps`` of its steps; with launches and us.
+def gather(launches: Sequence[Launch]) -> dict[str, Any]:
+    """``rows``: [short name, part, launches, sum, exposed] in the order of first starts; ``gaps``."""
+    rows: dict[tuple[str, str], list[float]] = {}
+    for launch in launches:
+        entry = rows.setdefault(launch.label, [0, 0.0, 0.0])
+        entry[0] += 1
+        entry[1] += launch.span[3] - launch.span[2]
+        entry[2] += launch.exposed
+    return {"rows": [[*label, *entry] for label, entry in rows.items()], "gaps": sum(x.gap for x in launches)}
 
-    What both runs have (prompts, the first steps) cancels; a name that is gone then is left out.
-    """
-    less = {(name, part): figures for name, part, *figures in (shorter or {"rows": []})["rows"]}
-    rows = []
-    for name, part, *figures in run["rows"]:
-        before = less.pop((name, part), (0, 0.0, 0.0))
-        rows.append([name, part, *((x - y) / steps for x, y in zip(figures, before, strict=True))])
-    rows += [[*label, *(-x / steps for x in figures)] for label, figures in less.items()]
-    rows = [row for row in rows if any(abs(x) > 1e-9 for x in row[2:])]
-    return {"rows": rows, "gaps": (run["gaps"] - (shorter or {"gaps": 0.0})["gaps"]) / steps}
+
+def sweep(spans: Sequence[Span], pause: float) -> dict[str, Any]:
+    """:func:`gather` of a whole trace."""
+    return gather(exposures(spans, pause))
 
 
 def line(who: Mapping[str, Any], cases: Mapping[str, Mapping[str, Any]], limit: int = 5800) -> dict[str, Any]:

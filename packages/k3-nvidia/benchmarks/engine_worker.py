@@ -5,6 +5,7 @@ Functions are sent by ``LLM.collective_rpc`` and act on the worker they are give
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ def randomise(worker: Any) -> int:
         if isinstance(module, RoutedExperts):
             for name, tensor in module.store.tensors().items():
                 raw = tensor.view(torch.uint8)
-                if name.startswith("s") or name.endswith("scale"):
+                if tensor.is_floating_point() and tensor.dtype.itemsize > 1:  # not packed: any bytes would hold NaN
+                    tensor.normal_(0, 0.02)
+                elif name.startswith("s") or name.endswith("scale"):
                     raw.random_(117, 121)
                 else:
                     raw.random_(0, 256)
@@ -82,41 +85,21 @@ def start_profile(worker: Any) -> None:
     _profile.__enter__()
 
 
-def stop_profile(worker: Any, steps: int, top: int = 8) -> dict[str, Any]:
-    """Device time of a step over the ``steps`` recorded: see :func:`spans`; the kernels that took the most, and all
-    of them swept into times by name and part (``engine_timeline.sweep``), of all the steps together."""
-    import engine_timeline
+def stop_profile(worker: Any, tokens: int | None, keep: str = "") -> dict[str, Any]:
+    """What the trace says of a decoding step, or of a request.
+
+    tokens: of each request of a run (``engine_steps.decode``), None for one request (``engine_steps.request``);
+    keep: a file for the trace, "" for none.
+    """
+    import engine_steps
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     _profile.__exit__(None, None, None)
     events = [e for e in _profile.events() if str(e.device_type).endswith("CUDA")]
     launches = [(e.name, getattr(e, "device_resource_id", 0), e.time_range.start, e.time_range.end) for e in events]
-    times = [(e.time_range.start, e.time_range.end) for e in events]
-    total: dict[str, list[float]] = {}
-    for e in events:
-        entry = total.setdefault(e.name[:60], [0.0, 0])
-        entry[0] += (e.time_range.end - e.time_range.start) / steps
-        entry[1] += 1 / steps
-    largest = sorted(total.items(), key=lambda item: -item[1][0])[:top]
-    return {
-        "device_ms": round(spans(times) / steps / 1e3, 3),
-        "launches": round(len(events) / steps, 1),
-        "kernels_us_and_count": {name: [round(us, 1), round(count, 1)] for name, (us, count) in largest},
-        "timeline": engine_timeline.sweep(launches, PAUSE_US),
-    }
-
-
-def spans(times: list[tuple[float, float]], pause: float = PAUSE_US) -> float:
-    """Microseconds in which the device worked: the union of the kernels' spans, pauses below ``pause`` included.
-
-    Kernels that overlap (programmatic launch, second streams) count once; the short gaps between kernels of a graph
-    are the step's own, the long ones are waits for the host.
-    """
-    total, begin, end = 0.0, None, 0.0
-    for first, last in sorted(times):
-        if begin is None or first > end + pause:
-            total += end - begin if begin is not None else 0.0
-            begin, end = first, last
-        end = max(end, last)
-    return total + (end - begin if begin is not None else 0.0)
+    if keep:
+        engine_steps.write(Path(keep), launches, tokens, PAUSE_US)
+    if tokens is None:
+        return engine_steps.request(launches, PAUSE_US)
+    return engine_steps.decode(launches, tokens, PAUSE_US)

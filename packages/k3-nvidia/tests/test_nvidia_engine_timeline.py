@@ -63,9 +63,19 @@ def test_rows_are_in_the_order_of_first_starts_whatever_order_the_trace_has() ->
     assert list(swept(("b", 7, 5, 6), ("a", 7, 8, 9), ("c", 7, 0, 1))[0]) == ["c", "b", "a"]
 
 
+def busy(times: list[tuple[float, float]]) -> float:
+    """The union of spans, pauses below PAUSE included: what exposed times and gaps must add up to."""
+    total, begin, end = 0.0, None, 0.0
+    for first, last in sorted(times):
+        if begin is None or first > end + PAUSE:
+            total += end - begin if begin is not None else 0.0
+            begin, end = first, last
+        end = max(end, last)
+    return total + (end - begin if begin is not None else 0.0)
+
+
 def test_against_every_instant_by_itself() -> None:
     import engine_timeline
-    import engine_worker
 
     rng = random.Random(5)
     for _ in range(50):
@@ -83,29 +93,8 @@ def test_against_every_instant_by_itself() -> None:
         rng.shuffle(spans)
         found = engine_timeline.sweep(spans, PAUSE)
         assert {name: row[2] for name, _, *row in found["rows"] if row[2]} == exposed
-        whole = engine_worker.spans([(start, end) for _, _, start, end in spans], PAUSE)
+        whole = busy([(start, end) for _, _, start, end in spans])
         assert sum(row[4] for row in found["rows"]) + found["gaps"] == pytest.approx(whole, abs=1e-6)
-
-
-def test_a_step_is_what_the_longer_run_has_more() -> None:
-    import engine_timeline
-
-    prompt = [("p", 7, 0, 50), ("a", 7, 50, 60)]
-    steps = [("a", 7, 60 + 100 * i, 70 + 100 * i) for i in range(6)]
-    steps += [("b", 7, 72 + 100 * i, 80 + 100 * i) for i in range(6)]
-    short = engine_timeline.sweep(prompt + [s for s in steps if s[2] < 260], PAUSE)
-    step = engine_timeline.per_step(engine_timeline.sweep(prompt + steps, PAUSE), short, 4)
-    assert step["rows"] == [["a", engine_timeline.REST, 1, 10, 10], ["b", engine_timeline.REST, 1, 8, 8]]
-    assert step["gaps"] == 2
-
-
-def test_what_only_the_shorter_run_has_is_not_lost() -> None:
-    import engine_timeline
-
-    short = engine_timeline.sweep([("x", 7, 0, 4)], PAUSE)
-    assert engine_timeline.per_step(engine_timeline.sweep([], PAUSE), short, 2)["rows"] == [
-        ["x", engine_timeline.REST, -0.5, -2, -2]
-    ]
 
 
 ARGMAX = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, 4> >(R)"
