@@ -15,10 +15,14 @@ pytest.importorskip("triton")
 
 from k3_core.contracts import attn_res as contract
 from k3_core.operators import Implementation
+from k3_core.operators.triton_host import interpreting
 from k3_core.testing import conformance
+from k3_core.testing.triton_interpreter import hasten
 from k3_nvidia.kernels import attn_res as kernel
 from k3_nvidia.kernels import attn_res_cluster
 
+if interpreting():
+    hasten()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALES = ("small", "real") if DEVICE == "cuda" else ("small",)
 # The interpreter truncates to bfloat16 where hardware rounds to nearest, so rounding is judged on the device only.

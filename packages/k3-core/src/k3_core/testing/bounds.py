@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from k3_core.operators import Implementation
-from k3_core.testing import conformance, far
+from k3_core.testing import conformance, far, triton_interpreter
 from k3_core.testing.case import Case
 
 
@@ -23,6 +23,7 @@ def watched() -> Iterator[None]:
     """Within it a launch raises AssertionError at the first element outside the storages of its tensors."""
     from triton.runtime import interpreter
 
+    triton_interpreter.hasten()
     builder: Any = interpreter.InterpreterBuilder
     executor: Any = interpreter.GridExecutor
     load, store, launch = builder.create_masked_load, builder.create_masked_store, executor.__call__
