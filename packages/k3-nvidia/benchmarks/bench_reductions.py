@@ -117,7 +117,7 @@ def work(case: dict[str, Any]) -> list[dict[str, Any]]:
     me, tokens = _rank, case["tokens"]
     rows = []
     with torch.inference_mode():
-        for name, call, error in [*forms(me, tokens), *bare(me, tokens)]:
+        for name, call, error in [*forms(me, tokens), *latents(me, tokens), *bare(me, tokens)]:
             ok = error <= BOUND
             for how, clock in (("eager", me.eager), ("graph", me.graph)) if me.gpu else (("eager", me.eager),):
                 row: dict[str, Any] = {"what": name, "tokens": tokens, "ranks": me.ranks, "how": how}
@@ -183,6 +183,20 @@ def forms(me: Rank, tokens: int) -> list[tuple[str, Callable[[], Tensor], float]
 
         result.append((name, call, error))
     return result
+
+
+def latents(me: Rank, tokens: int) -> list[tuple[str, Callable[[], Tensor], float]]:
+    """The latent's down projection, whole on every rank and as its columns gathered from all."""
+    from k3_core.vllm.serving import reductions
+
+    hidden, latent = (HIDDEN, LATENT) if me.gpu else (256, 128)
+    x, weight = me.random(tokens, hidden, seed=3), me.random(latent, hidden, seed=4, scale=hidden**-0.5)
+    want = x.double() @ weight.double().t()
+    calls: dict[str, Callable[[], Tensor]] = {
+        "latent whole": lambda: torch.nn.functional.linear(x, weight),
+        "latent gathered": lambda: reductions.gathered(x, weight, me.rank, me.ranks),
+    }
+    return [(name, call, distance(call(), want)) for name, call in calls.items()]
 
 
 class Up:

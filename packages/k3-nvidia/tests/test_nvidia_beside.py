@@ -25,6 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("vllm", reason="needs a CPU build of vLLM")
 pytest.importorskip("triton", reason="the launchers import it")
 
+from nvidia_support import Group, groups, run_ranks
+
+from k3_core.vllm.serving import reductions
 from k3_core.vllm.serving.modules import Rows
 from k3_nvidia import beside, moe
 from k3_nvidia.tuning import moe_step
@@ -123,7 +126,7 @@ class Layer(moe.MoE):
         def matrix(rows: int, columns: int) -> Tensor:
             return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
 
-        self.text = SimpleNamespace(routed_expert_hidden_size=LATENT)
+        self.text = SimpleNamespace(routed_expert_hidden_size=LATENT, expert_hidden_size=LATENT)
         self.one_input = self._fused = True
         self._joined, self.form = False, "none"
         self._schedules = ((1 << 20, how),)
@@ -240,6 +243,34 @@ def test_memory_dropped_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     _, streams = run(Schedule(choice=True), Side, monkeypatch)
     assert any("memory that main may still use" in line for line in streams.faults), streams.faults
     monkeypatch.setattr(Layer, "_scheduled", real)
+
+
+@pytest.mark.parametrize("how", [Schedule(), Schedule(split=True, shared=True)], ids=lambda how: how.name)
+def test_a_long_batch_computes_its_latent_by_ranks(how: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the schedule of the layer is; what is gathered is the latent that one rank would compute."""
+    x = torch.linspace(-1, 1, TOKENS * HIDDEN, dtype=torch.float64).view(TOKENS, HIDDEN)
+    want = Layer(Schedule()).partial(x)
+    monkeypatch.setattr(reductions, "SHARD_TOKENS", TOKENS)
+    gathered: list[tuple[int, ...]] = []
+    group = Group(2)
+    real = group.all_gather
+
+    def all_gather(part: Tensor, dim: int = -1) -> Tensor:
+        gathered.append(tuple(part.shape))
+        return real(part, dim)
+
+    monkeypatch.setattr(group, "all_gather", all_gather)
+
+    def work(rank: int) -> tuple[Tensor, Tensor]:
+        layer = Layer(how)
+        layer.form, layer.rank, layer.ranks = "adaptive", rank, 2
+        return layer.partial(x)
+
+    with groups(group, Group()):
+        for found in run_ranks(group, work):
+            for part, whole in zip(found, want, strict=True):
+                torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-12)
+    assert gathered == [(TOKENS, LATENT // 2)] * 2
 
 
 # ------------------------------------------------------------------------------------------------------------ table

@@ -59,7 +59,8 @@ def test_engines_over_ranks_and_stages_say_what_one_says(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_forms_of_the_reduction_are_right_over_real_ranks(tmp_path: Path) -> None:
     found = [row for row in rows("ranks.py", tmp_path, "--parts", "reductions", "--tokens", "1,33") if "what" in row]
-    assert {row["what"].split()[0] for row in found} == {"merged", "separate", "sharded", "adaptive", "all_reduce"}
+    forms = {"merged", "separate", "sharded", "adaptive"}
+    assert {row["what"].split()[0] for row in found} == {*forms, "latent", "all_reduce"}
     assert {row["tokens"] for row in found} == {1, 33}
 
 

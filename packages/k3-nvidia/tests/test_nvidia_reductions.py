@@ -92,6 +92,7 @@ def test_the_adaptive_form_sums_as_the_merged_one(
         found._finish.up = reductions._Slice(weight)
         found._finish.norm = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
         found.partial = lambda x: tuple(part.clone() for part in partial[rank])
+        assert found.latent_by_ranks(5) == (form == "adaptive" and cut_from == 1)
         return found
 
     def summed(form: str) -> tuple[list[torch.Tensor], list[int]]:
@@ -107,6 +108,19 @@ def test_the_adaptive_form_sums_as_the_merged_one(
     torch.testing.assert_close(first, want, rtol=1e-5, atol=1e-4)
     assert merged == [latent + hidden]
     assert reduced == ([latent, hidden] if cut_from == 1 else merged)
+
+
+def test_a_latent_computed_by_ranks_is_the_whole_one() -> None:
+    """In the order of the ranks: a mutant that gathers in another order has other columns."""
+    generator = torch.Generator().manual_seed(5)
+    x, weight = torch.randn(4, 6, generator=generator), torch.randn(8, 6, generator=generator)
+    group = Group(2)
+    with groups(group, Group()):
+        found = run_ranks(group, lambda rank: reductions.gathered(x, weight, rank, 2))
+        swapped = run_ranks(group, lambda rank: reductions.gathered(x, weight, 1 - rank, 2))
+    for latent in found:
+        torch.testing.assert_close(latent, x @ weight.t())
+    assert not torch.allclose(swapped[0], x @ weight.t(), atol=0.1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from k3_core.config import K3Config
 from k3_core.contracts.moe import router_logits
-from k3_core.vllm.serving.moe_layer import MoeLayer
+from k3_core.vllm.serving.moe_layer import LATENT_ROWS, SHARED_ROWS, MoeLayer
 from k3_nvidia import beside, dispatch
 from k3_nvidia.experts_store import make_store
 from k3_nvidia.tuning import moe_step
@@ -59,7 +59,8 @@ class MoE(MoeLayer):
         """This rank's partial results: routed experts [T, L] and shared ones [T, H] or None, neither reduced."""
         how = moe_step.choose(self._schedules, x.shape[0])
         self._joined = how.shared
-        if not x.shape[0] or how == Schedule():
+        if not x.shape[0] or how == Schedule() or self.latent_by_ranks(x.shape[0]):
+            self._joined = False
             return super().partial(x)
         return self._scheduled(x, how)
 
@@ -102,7 +103,7 @@ class MoE(MoeLayer):
                 chosen = self._choose(x, first=True)
             chose = side.mark()
         if how.split:
-            latent, gate_up = self._input_rows(x, "routed_expert_down_proj"), None
+            latent, gate_up = linear(x, self.input_weight(*LATENT_ROWS)), None
         else:
             latent, gate_up = self.parts_of_input(self.in_proj(x))
         shared = None
@@ -120,11 +121,6 @@ class MoE(MoeLayer):
             side.join()
         return routed, shared
 
-    def _input_rows(self, x: Tensor, first: str, last: str | None = None) -> Tensor:
-        """x times some rows of the joined input matrix: a view of the weight, a product of its own."""
-        start, end = self.rows.sizes[first][0], sum(self.rows.sizes[last or first])
-        return linear(x, self.in_proj.weight[start:end])
-
     def _shared(self, x: Tensor, gate_up: Tensor | None, first: bool = False) -> tuple[Tensor, Tensor]:
         """(the shared experts' partial result [T, H], their gate and up rows, to be kept while they are read)."""
         from k3_nvidia.kernels import glue
@@ -132,7 +128,7 @@ class MoE(MoeLayer):
         assert self.shared_experts is not None
         plain = first and gate_up is not None  # a library's product comes first otherwise
         if gate_up is None:
-            gate_up = self._input_rows(x, "shared_experts.gate_proj", "shared_experts.up_proj")
+            gate_up = linear(x, self.input_weight(*SHARED_ROWS))
         with glue.serial() if plain else contextlib.nullcontext():
             activated = self.shared_experts.act(gate_up)
         result: Tensor = self.shared_experts.down_proj(activated)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from k3_core.checkpoint import expert_range, expert_width
 from k3_core.config import K3Config
@@ -31,6 +32,10 @@ from k3_core.vllm.serving.modules import GatedMLP, Loadable, Rows, below, local_
 Logits = Callable[[Tensor, Tensor], Tensor]
 #: (implementation, experts, width of this rank, latent size, packed) -> storage in the implementation's layout.
 MakeStore = Callable[[Implementation, int, int, int, bool], Store]
+
+#: Names of the joined input matrix's rows, first and last.
+LATENT_ROWS = ("routed_expert_down_proj",)
+SHARED_ROWS = ("shared_experts.gate_proj", "shared_experts.up_proj")
 
 
 class Router(Loadable):
@@ -130,9 +135,9 @@ class MoeLayer(Loadable):
             name = f"{prefix}.routed_expert"
             if self.one_input:
                 self.rows = Rows()
-                self.rows.add("routed_expert_down_proj", latent)
-                for half in ("gate_proj", "up_proj"):
-                    self.rows.add(f"shared_experts.{half}", text.shared_intermediate_size // size)
+                self.rows.add(*LATENT_ROWS, latent)
+                for half in SHARED_ROWS:
+                    self.rows.add(half, text.shared_intermediate_size // size)
                 self.in_proj = local_linear(text.hidden_size, self.rows.padded, f"{prefix}.in_proj")
                 self.in_proj.weight.data[self.rows.total :].zero_()
             else:
@@ -166,17 +171,35 @@ class MoeLayer(Loadable):
 
     def partial(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """This rank's partial results: routed experts [T, L] and shared ones [T, H] or None, neither reduced."""
+        by_ranks = self.latent_by_ranks(x.shape[0])
         if not self.one_input:
-            latent = x if self.text.routed_expert_hidden_size is None else self.routed_expert_down_proj(x)
+            if by_ranks:
+                latent = reductions.gathered(x, self.routed_expert_down_proj.weight, self.rank, self.ranks)
+            else:
+                latent = x if self.text.routed_expert_hidden_size is None else self.routed_expert_down_proj(x)
             return self.routed(x, latent), None if self.shared_experts is None else self.shared_experts(x)
         assert self.shared_experts is not None
-        latent, gate_up = self.parts_of_input(self.in_proj(x))
+        if by_ranks:
+            latent = reductions.gathered(x, self.input_weight(*LATENT_ROWS), self.rank, self.ranks)
+            gate_up = linear(x, self.input_weight(*SHARED_ROWS))
+        else:
+            latent, gate_up = self.parts_of_input(self.in_proj(x))
         return self.routed(x, latent), self.shared_experts.finish(gate_up)
+
+    def latent_by_ranks(self, tokens: int) -> bool:
+        """Whether each rank computes a share of the latent's columns of so many tokens."""
+        long = self.form == "adaptive" and tokens >= reductions.SHARD_TOKENS
+        return long and self.text.expert_hidden_size % self.ranks == 0
 
     def parts_of_input(self, product: Tensor) -> tuple[Tensor, Tensor]:
         """(latent [T, L], gate and up rows of the shared experts [T, 2 I]): columns of ``in_proj``'s product."""
-        gate_up = self.rows.columns(product, "shared_experts.gate_proj", "shared_experts.up_proj")
-        return self.rows.columns(product, "routed_expert_down_proj"), gate_up
+        return self.rows.columns(product, *LATENT_ROWS), self.rows.columns(product, *SHARED_ROWS)
+
+    def input_weight(self, first: str, last: str | None = None) -> Tensor:
+        """Rows of the joined input matrix, for a product of their own: a view, which no CPU build of vLLM leaves."""
+        start, end = self.rows.sizes[first][0], sum(self.rows.sizes[last or first])
+        weight: Tensor = self.in_proj.weight
+        return weight[start:end]
 
     def routed(self, x: Tensor, latent: Tensor) -> Tensor:
         """This rank's weighted sum of experts [T, L], not reduced."""

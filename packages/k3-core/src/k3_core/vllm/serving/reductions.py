@@ -6,15 +6,17 @@ of the shared ones. The latent norm is not linear, so r is summed before it:
     (a) separate    R = sum r;  y = norm(R) W_up^T + sum s                two all-reduces, the second overlapped
     (b) merged      [R | S] = sum [r | s];  y = norm(R) W_up^T + S        one all-reduce of L + H columns
     (c) sharded     R = sum r;  y = sum (s + [0 | norm(R) W_up,rank^T | 0])   each rank up-projects H / ranks columns
-    (d) adaptive    (b) for fewer than ``SHARD_TOKENS`` tokens, (c) with a view of the whole W_up's rows from there on
+    (d) adaptive    (b) for fewer than ``SHARD_TOKENS`` tokens, (c) with a view of the whole W_up's rows from there on,
+                    where each rank also computes its columns of the latent before it is gathered: z = [x W_down,rank^T]
 
 (a), (b) and (d) hold W_up whole on every rank, (c) a slice. (c) adds its slice into the partial shared result in place.
 No rank ever adds an uninitialised or stale buffer: a fused reduction's residual operand must be zeros; none is used.
 
 On one rank there is nothing to sum (form "none"). Small batches are bound by the launch of a collective, large ones by
 bytes and by the up-projection's arithmetic, of which (c) does a rank's share: 2 T L H / ranks operations instead of
-2 T L H, for one collective more and no byte more. No form was timed on several GPUs yet, the order below is by
-launches; (d) is taken where it is asked for. Forms (a) and (c) are also in vLLM's own implementation of this model.
+2 T L H, for one collective more and no byte more. The latent's gathering saves as much again, for 2 T L bytes. No form
+was timed on several GPUs yet, the order below is by launches; (d) is taken where it is asked for. Forms (a) and (c) are
+also in vLLM's own implementation of this model.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.platforms import current_platform
 
 from k3_core.config import TextConfig
@@ -244,6 +246,14 @@ def adaptive(routed: Tensor, shared: Tensor | None, finish: Finish, rank: int, r
     assert shared is not None
     rows = shared.shape[-1] // ranks
     return sharded(routed, shared, finish.rows(rank * rows, rows), rank)
+
+
+def gathered(x: Tensor, weight: Tensor, rank: int, ranks: int) -> Tensor:
+    """x [T, H] times all rows of ``weight`` [L, H] -> [T, L], of which each rank computes L / ranks columns."""
+    rows = weight.shape[0] // ranks
+    mine = torch.nn.functional.linear(x, weight[rank * rows : (rank + 1) * rows])
+    result: Tensor = tensor_model_parallel_all_gather(mine, dim=-1)
+    return result
 
 
 _side: Any = None
