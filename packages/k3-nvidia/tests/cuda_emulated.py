@@ -19,7 +19,6 @@ HERE = Path(__file__).resolve().parent
 ARGUMENTS = {
     "kda_chunk_cuda": "Args",
     "kda_pass_cuda": "PassArgs",
-    "kda_scan_cuda": "ScanArgs",
     "kda_scan_bulk_cuda": "ScanArgs",
 }
 _libraries: dict[tuple[str, str, tuple[tuple[str, int], ...]], ctypes.CDLL] = {}

@@ -19,7 +19,6 @@ from pathlib import Path
 import triton
 
 from k3_nvidia.kernels import cuda_host, kda_chunk_cuda, kda_passes_cuda, kda_step_cuda
-from k3_nvidia.kernels.kda_passes_cuda import ScanForm
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 HOPPER = ("sm_90a",)
@@ -33,11 +32,11 @@ def prefill() -> Iterator[Form]:
         yield f"chunk-{blocks}-tiled{int(tiled)}", kda_chunk_cuda.kernel(blocks, tiled), archs
     for groups, stages, wide in itertools.product((1, 2), (2, 4), (True, False)):
         name = f"local-{groups}x{stages}-wide{int(wide)}"
-        yield name, kda_passes_cuda.kernel(False, groups, stages, wide, True), HOPPER
+        yield name, kda_passes_cuda.kernel(False, groups, stages, wide), HOPPER
     for groups, stages, wide in itertools.product((1, 2), (2, 3), (True, False)):
         yield f"output-{groups}x{stages}-wide{int(wide)}", kda_passes_cuda.kernel(True, groups, stages, wide), HOPPER
     for rows, stages in ((16, 3), (16, 2), (32, 2), (32, 3)):
-        yield f"scan-{rows}x{stages}", kda_passes_cuda.scan_kernel(ScanForm(rows, stages)), HOPPER
+        yield f"scan-{rows}x{stages}", kda_passes_cuda.scan_kernel(rows, stages), HOPPER
 
 
 #: Blocks of a cluster, warps, bulk copies, overlap, blocks a multiprocessor: of tuning/kda.json, then of the tests and

@@ -15,7 +15,6 @@ import pytest
 
 from k3_nvidia.kernels import kda_chunk_cuda, kda_passes_cuda
 from k3_nvidia.kernels.cuda_host import CudaKernel
-from k3_nvidia.kernels.kda_passes_cuda import ScanForm
 
 NVCC = shutil.which("nvcc")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
@@ -25,15 +24,9 @@ VARIANTS = [
     (kda_chunk_cuda.kernel(2), 2, 0, 0),
     (kda_chunk_cuda.kernel(3), 3, 64, 0),
     (kda_chunk_cuda.kernel(3, True), 3, 64, 0),
-    *(
-        (kda_passes_cuda.kernel(False, groups, 4, True, tiles), 1, 0, 12)
-        for groups in (1, 2)
-        for tiles in (False, True)
-    ),
+    *((kda_passes_cuda.kernel(False, groups, 4, True), 1, 0, 12) for groups in (1, 2)),
     *((kda_passes_cuda.kernel(True, groups, 3, wide), 1, 0, 24) for groups in (1, 2) for wide in (True, False)),
-    (kda_passes_cuda.scan_kernel(), 1, 0, 0),
-    *((kda_passes_cuda.scan_kernel(ScanForm(rows, stages)), 1, 0, 16) for rows, stages in ((16, 3), (16, 2), (32, 2))),
-    (kda_passes_cuda.scan_kernel(ScanForm(16, 3, 2)), 1, 0, 8),
+    *((kda_passes_cuda.scan_kernel(rows, stages), 1, 0, 16) for rows, stages in ((16, 3), (16, 2), (32, 2))),
 ]
 
 

@@ -24,7 +24,7 @@ from k3_core.operators import CallSpec, Implementation
 from k3_core.operators.kda_plan import Costs, segment_length
 from k3_core.testing import conformance
 from k3_core.testing.triton_interpreter import round_to_nearest
-from k3_nvidia.kernels import kda_checks, kda_chunk, kda_plan, kda_prefill, kda_segment, kda_step
+from k3_nvidia.kernels import kda_checks, kda_chunk, kda_passes_cuda, kda_plan, kda_prefill, kda_segment, kda_step
 from k3_nvidia.tuning import kda as tuning
 
 if kda_checks.interpreted():
@@ -71,6 +71,18 @@ def test_conforms(name):
     report = conformance.run(name, implementation(name), DEVICE, scales=scales, only=chosen(name))
     assert any(row.verdict == "pass" for row in report.rows)
     report.raise_if_failed()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="the choice between implementations is a device's")
+def test_prefill_conforms_through_the_kernels_of_this_wheel(monkeypatch):
+    """At every shape, also where the measurements favour FlashKDA; on Hopper through the CUDA kernels of the table."""
+    ran = []
+    output = kda_passes_cuda.output
+    monkeypatch.setattr(kda_passes_cuda, "output", lambda *args, **named: (ran.append(1), output(*args, **named)))
+    monkeypatch.setattr(tuning, "prefill_engine", lambda *_: kda_plan.CHUNKS)
+    conformance.run("kda_prefill", implementation("kda_prefill"), DEVICE, scales=("small", "real")).raise_if_failed()
+    assert ran or torch.cuda.get_device_capability()[0] != 9
 
 
 @triton.jit

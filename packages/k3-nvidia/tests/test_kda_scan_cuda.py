@@ -1,8 +1,7 @@
-"""kda_scan.cu and kda_scan_bulk.cu, the scan over segments alone, run on the CPU fiber by fiber against fp64.
+"""kda_scan_bulk.cu, the scan over segments alone, run on the CPU fiber by fiber against fp64.
 
-Formats of the transitions are written down here once more, from the headers of the sources. Whole prefills, with what
-the local pass writes, are in test_kda_chunk_cuda. The emulation cannot show a missing
-fence between stores and products.
+The format of the transitions is written down here once more, from the head of the source. Whole prefills, with what the
+local pass writes, are in test_kda_chunk_cuda. The emulation cannot show a missing fence between stores and products.
 """
 
 from __future__ import annotations
@@ -23,23 +22,18 @@ pytest.importorskip("triton")
 from cuda_emulated import Edit, emulated
 
 from k3_nvidia.kernels import cuda_host, kda_passes_cuda, kda_prefill
-from k3_nvidia.kernels.kda_passes_cuda import REGISTERS, ScanForm
 from k3_nvidia.kernels.kda_plan import plan_prefill
 from k3_nvidia.tuning import kda as tuning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the device runs the kernels themselves")
 DIM, HEADS = 128, 2
-BULK = ScanForm(16, 3)
-FORMS = [REGISTERS, BULK, ScanForm(16, 2), ScanForm(32, 2), ScanForm(16, 3, 2)]
+#: Rows of a block, stages; the first is the one that is chosen.
+Form = tuple[int, int]
+FORMS: list[Form] = [(16, 3), (16, 2), (32, 2)]
+CHOSEN = FORMS[0]
 #: First segment and segments of sequences: more steps than stages, one step, none.
 SCANS = [(0, 8), (8, 3), (11, 2)]
 SEGMENTS = 13
-
-
-def fragments(p: Tensor) -> Tensor:
-    """[..., K, N] -> [..., 16384]: [step][pair of tiles][lane = 4 g + t][tile, half of k, k] (kda_scan.cu)."""
-    lead, x = p.shape[:-2], p.reshape(-1, 8, 2, 4, 2, 8, 2, 8)  # step, half, t, e, pair, tile, g
-    return x.permute(0, 1, 5, 7, 3, 6, 2, 4).reshape(*lead, -1)
 
 
 def tiles(p: Tensor) -> Tensor:
@@ -51,7 +45,7 @@ def tiles(p: Tensor) -> Tensor:
     return places.gather(3, index).reshape(*lead, -1)
 
 
-def case(form: ScanForm) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """start, hi, lo, scans, and the starts in fp64; what no scan may read is NaN."""
     gen = torch.Generator().manual_seed(3)
     p = torch.linalg.qr(torch.randn(SEGMENTS, HEADS, DIM, DIM, generator=gen))[0]  # keeps the whole state
@@ -62,27 +56,23 @@ def case(form: ScanForm) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             want[i] += want[i - 1] @ p[i - 1].double()
         p[first] = p[first + segments - 1] = float("nan")  # of a first segment, of one without successor
     hi = p.bfloat16()
-    pack = tiles if form.rows else fragments
-    lo = pack((p - hi.float()).bfloat16())
-    if form.terms == 2:
-        lo.fill_(float("nan"))
-    return start, pack(hi), lo, torch.tensor(SCANS, dtype=torch.int32), want
+    return start, tiles(hi), tiles((p - hi.float()).bfloat16()), torch.tensor(SCANS, dtype=torch.int32), want
 
 
-def scanned(form: ScanForm) -> tuple[Tensor, Tensor]:
+def scanned(form: Form) -> tuple[Tensor, Tensor]:
     """The kernel's starts and the contract's."""
-    start, hi, lo, scans, want = case(form)
+    start, hi, lo, scans, want = case()
     none = torch.empty(0)
     tensors = kda_passes_cuda.Tensors(*([none] * 9), start, hi.contiguous(), lo.contiguous(), *([none] * 4))
-    kda_passes_cuda.scan(tensors, scans, HEADS, form)
+    kda_passes_cuda.scan(tensors, scans, HEADS, *form)
     return start, want
 
 
-def excess(form: ScanForm) -> float:
+def excess(form: Form) -> float:
     """The largest error norm of a start over its tolerance.
 
     P of norm one keeps the errors of earlier steps; a step adds the parts of P and S below two terms (2^-17 of each at
-    most) and lo lo (2^-18), or half a place of bfloat16 where P has one term.
+    most) and lo lo (2^-18).
     """
     got, want = scanned(form)
     worst = 0.0
@@ -90,25 +80,22 @@ def excess(form: ScanForm) -> float:
         assert torch.equal(got[first : first + 2].double(), want[first : first + 2])  # not the scan's to write
         for i in range(2, segments):
             error = (got[first + i].double() - want[first + i]).norm() / want[first + i].norm()
-            worst = max(
-                worst,
-                float("inf") if error.isnan() else error.item() / ((i - 1) * 2.0 ** (-16 if form.terms == 3 else -9)),
-            )
+            worst = max(worst, float("inf") if error.isnan() else error.item() / ((i - 1) * 2.0**-16))
     return worst
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_starts_are_the_recurrence(form: ScanForm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_are_the_recurrence(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = emulated(monkeypatch)
     assert excess(form) <= 1
-    assert ran == ["kda_scan_bulk_cuda" if form.rows else "kda_scan_cuda"]
+    assert ran == ["kda_scan_bulk_cuda"]
 
 
 def test_any_order_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for seed in range(3):
         emulated(monkeypatch, seed=seed)
-        found.append(scanned(BULK)[0])
+        found.append(scanned(CHOSEN)[0])
     assert all(torch.equal(a, b) for a, b in pairwise(found))
 
 
@@ -144,7 +131,7 @@ def test_mutants_are_caught(what: str, old: str, new: str, monkeypatch: pytest.M
     for seed in range(3):
         emulated(monkeypatch, edit_of(old, new), seed)
         try:
-            if not excess(BULK) <= 1:
+            if not excess(CHOSEN) <= 1:
                 return
         except RuntimeError as error:  # or a block that hangs
             assert "hangs" in str(error)  # noqa: PT017
@@ -152,19 +139,19 @@ def test_mutants_are_caught(what: str, old: str, new: str, monkeypatch: pytest.M
     raise AssertionError(what)
 
 
-@pytest.mark.parametrize("form", [ScanForm(8), ScanForm(16, 0), ScanForm(16, 3, 1), ScanForm(0, 3, 2)], ids=str)
-def test_a_form_that_there_is_not_is_refused(form: ScanForm) -> None:
-    with pytest.raises(ValueError, match="there is no form"):
-        kda_passes_cuda.scan_kernel(form)
+@pytest.mark.parametrize("form", [(8, 3), (0, 3), (16, 0)], ids=str)
+def test_a_form_that_there_is_not_is_refused(form: Form) -> None:
+    with pytest.raises(ValueError, match="rows must be 16 or 32 and stages at least 1"):
+        kda_passes_cuda.scan_kernel(*form)
 
 
-@pytest.mark.parametrize("form", [f for f in FORMS if f.rows], ids=str)
-def test_shared_memory_is_what_the_source_counts(form: ScanForm) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_shared_memory_is_what_the_source_counts(form: Form) -> None:
     """Stages, states, barriers and alignment fit what a block may have."""
     source = cuda_host.source("kda_scan_bulk")
     assert "SCAN_SHARED = BARS + 8 * STAGES + 1024" in source
     assert "fence.proxy.async" in source.split("stores_done")[1].split("\n")[0]  # products read what threads stored
-    assert kda_passes_cuda.scan_bytes(form) <= 227 * 1024
+    assert kda_passes_cuda.scan_bytes(*form) <= 227 * 1024
 
 
 @pytest.mark.parametrize(
@@ -178,7 +165,7 @@ def test_only_a_pass_behind_the_local_one_or_the_local_one_itself_overlaps(
     """The output pass asks for chunks before it waits: right behind the chunk kernel they are not there yet."""
     ran = []
     options = {"local": {"groups": 2, "stages": 4}, "output": {"groups": 1, "stages": 3}}
-    monkeypatch.setattr(tuning, "passes", lambda: options | {"scan": {"rows": 16}, "overlap": True})
+    monkeypatch.setattr(tuning, "passes", lambda: options | {"scan": {"rows": 16, "stages": 3}, "overlap": True})
     monkeypatch.setattr(
         cuda_host.CudaKernel,
         "__call__",
@@ -203,7 +190,7 @@ def test_an_overlapped_launch_is_what_the_driver_reads(monkeypatch: pytest.Monke
     monkeypatch.setattr(cuda_host, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0x1234567890))
     monkeypatch.setattr(cuda_host.CudaKernel, "function", lambda *_: ctypes.c_void_p(1))
-    kernel = kda_passes_cuda.scan_kernel(BULK)
+    kernel = kda_passes_cuda.scan_kernel(*CHOSEN)
     kernel((8, 6, 1), kda_passes_cuda.ScanArguments(), torch.device("cuda", 0), True)
     config, attribute = seen
     sizes = [8, 6, 1, 256, 1, 1, kernel.shared]

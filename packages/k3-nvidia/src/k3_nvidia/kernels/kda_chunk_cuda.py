@@ -33,12 +33,9 @@ class Arguments(ctypes.Structure):
 
 
 @functools.cache
-def kernel(blocks: int, tiled: bool = False, deep: int = 1) -> cuda_host.CudaKernel:
-    """The kernel compiled for ``blocks`` blocks a multiprocessor; tiled: it writes what kda_passes_cuda reads; deep:
-    how many sixteens of value channels are in flight at a time."""
-    return cuda_host.CudaKernel(
-        "kda_chunk", "kda_chunk_cuda", THREADS, SHARED_BYTES, BLOCKS=blocks, TILED=int(tiled), DEEP=deep
-    )
+def kernel(blocks: int, tiled: bool = False) -> cuda_host.CudaKernel:
+    """The kernel compiled for ``blocks`` blocks a multiprocessor; tiled: it writes what kda_passes_cuda reads."""
+    return cuda_host.CudaKernel("kda_chunk", "kda_chunk_cuda", THREADS, SHARED_BYTES, BLOCKS=blocks, TILED=int(tiled))
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, split: bool) -> str:
@@ -72,8 +69,8 @@ def arguments(
 def chunk(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, bound: float,
     chunks: Tensor, w: Tensor, ut: Tensor, qg: Tensor, kg: Tensor, a: Tensor, gamma: Tensor, blocks: int,
-    tiled: bool = False, deep: int = 1,
+    tiled: bool = False,
 ) -> None:  # fmt: skip
     """Fills w, ut, qg, kg, a, gamma for the chunks of a plan: in the formats of kda_chunk, or (tiled) of the passes."""
     packed = arguments(q, k, v, z, beta, a_log, dt_bias, bound, chunks, w, ut, qg, kg, a, gamma)
-    kernel(blocks, tiled, deep)((q.shape[1], chunks.shape[0], 1), packed, q.device)
+    kernel(blocks, tiled)((q.shape[1], chunks.shape[0], 1), packed, q.device)

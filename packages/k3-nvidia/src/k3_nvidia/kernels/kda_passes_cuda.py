@@ -1,7 +1,7 @@
-"""KDA prefill, the passes of kda_segment with wgmma and bulk copies (cuda/kda_passes.cu, cuda/kda_scan*.cu) (Hopper).
+"""KDA prefill, the passes of kda_segment with wgmma and bulk copies, for Hopper (cuda/kda_passes.cu, kda_scan_bulk.cu).
 
-They read what cuda/kda_chunk.cu writes with TILED: the bytes of their shared memory. Transitions go to the scan in the
-format of its form: fragments of products (through registers), or bytes of shared memory (bulk copies).
+They read what cuda/kda_chunk.cu writes with TILED: the bytes of their shared memory. Transitions go to the scan as the
+bytes of its shared memory too.
 """
 
 from __future__ import annotations
@@ -59,26 +59,12 @@ def shared_bytes(output: bool, stages: int) -> int:
     return stages * (58368 if output else 33792) + 16 * stages + 1024
 
 
-class ScanForm(NamedTuple):
-    """How the scan runs. rows of the state a block, 0: 16 with transitions through registers (kda_scan.cu); stages:
-    transitions in shared memory at a time; terms: 3 products a step, or 2 (transitions rounded to bfloat16: half of the
-    bytes, an error of up to 2^-9 a step, for measurements)."""
-
-    rows: int = 0
-    stages: int = 3
-    terms: int = 3
-
-
-REGISTERS = ScanForm()
-
-
 @functools.cache
-def kernel(output: bool, groups: int, stages: int, wide: bool, tiles: bool = False) -> cuda_host.CudaKernel:
-    """The output or the local pass for blocks of ``groups`` x 64 rows; wide: the state is fp32, else bfloat16; tiles:
-    the local pass writes transitions for kda_scan_bulk, else for kda_scan."""
+def kernel(output: bool, groups: int, stages: int, wide: bool) -> cuda_host.CudaKernel:
+    """The output or the local pass for blocks of ``groups`` x 64 rows; wide: the state is fp32, else bfloat16."""
     return cuda_host.CudaKernel(
         "kda_passes", "kda_pass_cuda", 128 * groups, shared_bytes(output, stages), OUTPUT=int(output), GROUPS=groups,
-        STAGES=stages, STATE_BF16=int(not wide), **({} if output else {"TILES": int(tiles)}),
+        STAGES=stages, STATE_BF16=int(not wide),
     )  # fmt: skip
 
 
@@ -101,14 +87,12 @@ def arguments(tensors: Tensors, heads: int) -> Arguments:
     return Arguments(*(x.data_ptr() for x in tensors), *strides, heads)
 
 
-def local(
-    tensors: Tensors, heads: int, groups: int, stages: int, form: ScanForm = REGISTERS, overlap: bool = False
-) -> None:
+def local(tensors: Tensors, heads: int, groups: int, stages: int, overlap: bool = False) -> None:
     """B and P of every segment that has a successor: fills start (initial states and B), hi and lo.
 
-    form: of the scan that follows. overlap: the launch may begin before the chunk kernel has ended.
+    overlap: the launch may begin before the chunk kernel has ended.
     """
-    launch = kernel(False, groups, stages, tensors.state.dtype == torch.float32, form.rows > 0)
+    launch = kernel(False, groups, stages, tensors.state.dtype == torch.float32)
     launch((4 // groups, heads, tensors.order.numel()), arguments(tensors, heads), tensors.out.device, overlap)
 
 
@@ -128,32 +112,29 @@ class ScanArguments(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in ("start", "hi", "lo", "scan")), ("heads", ctypes.c_int)]
 
 
-def scan_bytes(form: ScanForm) -> int:
-    """Shared memory of a block: stages of transitions, two buffers of states, barriers, what aligning may take; or
-    two buffers of states as fragments."""
-    if not form.rows:
-        return 16384
-    return form.stages * (form.terms - 1) * 32768 + 2 * form.rows * 512 + 8 * form.stages + 1024
+def scan_bytes(rows: int, stages: int) -> int:
+    """Shared memory of a block: stages of transitions, two buffers of states, barriers, what aligning may take."""
+    return stages * 65536 + 2 * rows * 512 + 8 * stages + 1024
 
 
 @functools.cache
-def scan_kernel(form: ScanForm = REGISTERS) -> cuda_host.CudaKernel:
-    """The scan in one of its forms. Raises ValueError for one that there is not."""
-    if (
-        form.rows not in (0, 16, 32)
-        or form.terms not in (2, 3)
-        or form.stages < 1
-        or (not form.rows and form.terms != 3)
-    ):
-        raise ValueError(f"KDA scan: there is no form {form}")
-    if not form.rows:
-        return cuda_host.CudaKernel("kda_scan", "kda_scan_cuda", 256, scan_bytes(form))
-    definitions = {"ROWS": form.rows, "STAGES": form.stages, "TERMS": form.terms}
-    return cuda_host.CudaKernel("kda_scan_bulk", "kda_scan_bulk_cuda", 256, scan_bytes(form), **definitions)
+def scan_kernel(rows: int, stages: int) -> cuda_host.CudaKernel:
+    """The scan for blocks of ``rows`` rows of the state, ``stages`` transitions in shared memory at a time.
+
+    Raises ValueError for rows that it is not written for and for no stage.
+    """
+    if rows not in (16, 32) or stages < 1:
+        raise ValueError(f"KDA scan: rows must be 16 or 32 and stages at least 1, got {rows} and {stages}")
+    return cuda_host.CudaKernel(
+        "kda_scan_bulk", "kda_scan_bulk_cuda", 256, scan_bytes(rows, stages), ROWS=rows, STAGES=stages
+    )
 
 
-def scan(tensors: Tensors, scans: Tensor, heads: int, form: ScanForm = REGISTERS, overlap: bool = False) -> None:
-    """Turns B into starts, in place, for sequences of more than two segments; form as `local` was told."""
+def scan(tensors: Tensors, scans: Tensor, heads: int, rows: int, stages: int, overlap: bool = False) -> None:
+    """Turns B into starts, in place, for sequences of more than two segments.
+
+    overlap: the launch may begin before the local pass has ended.
+    """
     addresses = (x.data_ptr() for x in (tensors.start, tensors.hi, tensors.lo, scans))
-    grid = (DIM // (form.rows or 16), heads, scans.shape[0])
-    scan_kernel(form)(grid, ScanArguments(*addresses, heads), tensors.out.device, overlap)
+    grid = (DIM // rows, heads, scans.shape[0])
+    scan_kernel(rows, stages)(grid, ScanArguments(*addresses, heads), tensors.out.device, overlap)

@@ -177,12 +177,11 @@ def _explicit_passes(
         w, ut, qg, kg, a, gamma, plan.chunks, plan.segments, plan.order, start, hi, lo, out, state, slots, init
     )
     options = tuning.passes()
-    form = kda_passes_cuda.ScanForm(**options.get("scan", {}))
-    overlap = bool(options.get("overlap")) and plan.order.numel() > 0  # an uncut output pass follows the chunk kernel
+    overlap = bool(options["overlap"]) and plan.order.numel() > 0  # an uncut output pass follows the chunk kernel
     if plan.order.numel():
-        kda_passes_cuda.local(tensors, heads, **options["local"], form=form, overlap=overlap)
+        kda_passes_cuda.local(tensors, heads, **options["local"], overlap=overlap)
         if plan.scans.numel():
-            kda_passes_cuda.scan(tensors, plan.scans, heads, form, overlap)
+            kda_passes_cuda.scan(tensors, plan.scans, heads, **options["scan"], overlap=overlap)
     kda_passes_cuda.output(tensors, heads, **options["output"], overlap=overlap)
 
 

@@ -93,20 +93,17 @@ def launch(kernel: str, shared: int | None = None) -> dict[str, Any]:
 
 
 def chunk_cuda() -> dict[str, Any]:
-    """How kda_chunk_cuda is compiled: blocks a multiprocessor, value channels at once; empty: the Triton kernels."""
+    """How kda_chunk_cuda is compiled: blocks a multiprocessor; empty: the Triton kernels."""
     return dict(table().get("chunk_cuda", {}))
 
 
 def passes() -> dict[str, Any]:
-    """Groups and stages of kda_passes_cuda, an entry a kernel; empty: the Triton passes.
+    """Groups (rows of the scan) and stages of kda_passes_cuda, an entry a kernel; empty: the Triton passes.
 
-    scan: fields of kda_passes_cuda.ScanForm. overlap: whether a pass may start before the kernel before it has ended.
+    overlap: whether a pass may start before the kernel before it has ended.
     """
     found: dict[str, Any] = table().get("passes_cuda", {})
-    if not found:
-        return {}
-    chosen = {name: found[name] for name in ("local", "output")}
-    return chosen | {"scan": found.get("scan", {}), "overlap": found.get("overlap", False)}
+    return {name: found[name] for name in ("local", "scan", "output", "overlap")} if found else {}
 
 
 @cache

@@ -11,9 +11,6 @@
 // 16-byte pieces are permuted by `swizzle`, KST with channels 8t + 2j + i at piece 4p + j, word t, so that a lane's
 // results of W are eight neighbouring channels. Every access is free of bank conflicts.
 
-#ifndef DEEP
-#define DEEP 1
-#endif
 #ifndef BLOCKS
 #define BLOCKS 3
 #endif
@@ -105,7 +102,6 @@ DEVICE Frag load_transposed(const char *shared, int at) {
 #endif
 
 #define UNROLL _Pragma("unroll")
-enum { PARTS_AT_ONCE = DEEP, QUARTERS_AT_ONCE = DEEP > 1 ? 2 : 1 };
 #define ROLLED _Pragma("unroll 1")
 
 // SUMS: own-lane slots, first k and q, then S, then V as rows; KST: first z in own-lane slots.
@@ -489,8 +485,7 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
     }
     const int matrix = lane >> 3, line = lane & 7;
     // W: rows are tokens. Matrices of a load: tile 2u with e = 0, 1, tile 2u + 1 with e = 0, 1.
-#pragma unroll QUARTERS_AT_ONCE
-    for (int p = 0; p < 4; p++) {
+    ROLLED for (int p = 0; p < 4; p++) {
         float c[4][4];
         zero(c, 4);
         UNROLL for (int b = 0; b < 4; b++) if (b <= w) {
@@ -508,8 +503,7 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const A
         }
     }
     // U^T: rows are value channels. Matrices of a load: channels 0-7 and 8-15 with e = 0, then with e = 1.
-#pragma unroll PARTS_AT_ONCE
-    for (int part = 0; part < 8; part++) {
+    ROLLED for (int part = 0; part < 8; part++) {
         float c[2][4], rest[2][4];
         zero(c, 2);
         zero(rest, 2);

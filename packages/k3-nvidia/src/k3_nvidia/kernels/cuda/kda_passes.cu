@@ -18,10 +18,6 @@
 #ifndef STATE_BF16
 #define STATE_BF16 0
 #endif
-// How the local pass writes transitions: as the fragments that kda_scan.cu reads, or (TILES) the bytes that kda_scan_bulk.cu does.
-#ifndef TILES
-#define TILES 0
-#endif
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -135,14 +131,6 @@ DEVICE void left(float (*c)[4], int s, u32 *a) {
 template <int N> DEVICE void pin(float (*c)[4]) { UNROLL for (int i = 0; i < 4 * N; i++) pinned(c[i / 4][i % 4]); }
 template <int N> DEVICE void pin(u32 *a) { UNROLL for (int i = 0; i < N; i++) pinned(a[i]); }
 
-DEVICE uint4 whole(const u32 *x) {
-    uint4 y;
-    y.x = x[0];
-    y.y = x[1];
-    y.z = x[2];
-    y.w = x[3];
-    return y;
-}
 // Two words of two values each -> (x0, y0), (x1, y1).
 DEVICE uint2 interleaved(const u32 *x) {
     uint2 y;
@@ -325,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
     }
     // The transition in two terms, as the left operand of kda_scan_bulk.cu: halves of k, 128 rows (columns of P) of 128 bytes
     // with the 128-byte swizzle, k = 16 a + 8 r + 2 t + e at place 16 a + 4 t + 2 e + r.
-    if (!OUTPUT && !values && TILES) UNROLL for (int j = 0; j < 16; j++) {
+    if (!OUTPUT && !values) UNROLL for (int j = 0; j < 16; j++) {
         u32 hi[2], lo[2];
         UNROLL for (int r = 0; r < 2; r++) {
             const float x = S[j][2 * r], y = S[j][2 * r + 1];
@@ -337,18 +325,5 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
         const i64 at = matrix + row0 / 64 * 8192 + (8 * j + g) * 64 + piece * 8 + t % 2 * 4;
         *(uint2 *)(args.hi + at) = interleaved(hi);
         *(uint2 *)(args.lo + at) = interleaved(lo);
-    }
-    // As the B fragments of kda_scan.cu: [step][pair of tiles][lane][16 bytes].
-    if (!OUTPUT && !values && !TILES) UNROLL for (int j = 0; j < 16; j += 2) {
-        u32 hi[4], lo[4];
-        UNROLL for (int i = 0; i < 4; i++) {
-            const float x = S[j + i / 2][i % 2 * 2], y = S[j + i / 2][i % 2 * 2 + 1];
-            const u32 h = pack_bf16(x, y);
-            hi[i] = transpose8(h);
-            lo[i] = transpose8(pack_bf16(x - low(h), y - high(h)));
-        }
-        const i64 at = matrix + ((row0 / 16 * 8 + j / 2) * 32 + lane) * 8;
-        *(uint4 *)(args.hi + at) = whole(hi);
-        *(uint4 *)(args.lo + at) = whole(lo);
     }
 }

@@ -1,7 +1,7 @@
 // KDA prefill, the scan over segments (kda_segment.py) with wgmma and bulk copies: S_{i+1} = S_i P_i + B_i, P in two bfloat16
 // terms, S in two. A block owns ROWS rows of a head's state and reads all of P every step, STAGES steps ahead. Products are
 // transposed, so that the few rows are the narrow side: [64 columns, 2 ROWS] += P_hi^T [S_hi | S_lo]^T and [64 columns, ROWS]
-// += P_lo^T S_hi^T, a warpgroup half of the columns. Both operands lie in shared memory: P^T as kda_passes.cu wrote it (TILES),
+// += P_lo^T S_hi^T, a warpgroup half of the columns. Both operands lie in shared memory: P^T as kda_passes.cu wrote it,
 // S as its owners round it, in one of two buffers, so that a step has one barrier.
 //
 // A lane has columns c, c + 8 of sixteen; they are neighbours in the order in which the products go over the channels: 16 a + 8 r
@@ -14,10 +14,6 @@
 #endif
 #ifndef STAGES
 #define STAGES 3
-#endif
-// 3: all products but lo lo. 2: without P_lo, which then is not read: half of the bytes, errors of one rounding of P a step.
-#ifndef TERMS
-#define TERMS 3
 #endif
 
 typedef unsigned int u32;
@@ -90,7 +86,7 @@ template <int N> DEVICE void product(float (*c)[4], u64 a, u64 b) {
 
 // A stage: hi and lo of P, each [2][128][64]: halves of the channels, rows of 128 bytes (a column of P) with the 128-byte swizzle.
 // A buffer of S: [2][2 ROWS][64], rows hi, then rows lo.
-enum { TILES_OF_ROWS = ROWS / 8, TERM = 32768, STAGE = (TERMS - 1) * TERM, HALF = ROWS * 256, BUFFER = 2 * HALF,
+enum { TILES_OF_ROWS = ROWS / 8, TERM = 32768, STAGE = 2 * TERM, HALF = ROWS * 256, BUFFER = 2 * HALF,
        STATES = STAGES * STAGE, BARS = STATES + 2 * BUFFER, SCAN_SHARED = BARS + 8 * STAGES + 1024 };
 
 DEVICE float low(u32 x) { return as_float(x << 16); }
@@ -103,7 +99,7 @@ DEVICE void ask(const ScanArgs &args, i64 at, char *shared, int n) {
     char *stage = shared + n % STAGES * STAGE, *bar = shared + BARS + 8 * (n % STAGES);
     barrier_expect(bar, STAGE);
     bulk_copy(stage, args.hi + at, TERM, bar);
-    if (TERMS == 3) bulk_copy(stage + TERM, args.lo + at, TERM, bar);
+    bulk_copy(stage + TERM, args.lo + at, TERM, bar);
 }
 template <int N> DEVICE void pin(float (*c)[4]) { UNROLL for (int i = 0; i < 4 * N; i++) pinned(c[i / 4][i % 4]); }
 // Tiles of this lane: c[tile][e] row 8 tile + 2 t + e, column c; c[tile][2 + e] the same row, column c + 8.
@@ -161,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) kda_scan_bulk_cuda(const Sc
             const int at = k / 4 * 16384 + half * 8192 + k % 4 * 32;
             const u64 state = operand_at(states, k / 4 * HALF + k % 4 * 32);
             product<2 * ROWS>(c, operand_at(stage, at), state);
-            if (TERMS == 3) product<ROWS>(rest, operand_at(stage, TERM + at), state);
+            product<ROWS>(rest, operand_at(stage, TERM + at), state);
         }
         products_commit();
         // While they run: behind the barrier all have read what the step before multiplied by, so its stage is free.
