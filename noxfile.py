@@ -48,15 +48,15 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All that needs no accelerator: lint, types, docs, archives, all packages, kernels, three vLLM versions."""
     runs = lanes.Runs(session)
-    python = _python(session, VLLM)
-    others = lanes.prepare(
-        ("nvidia", True), ("kernels", False), ("ascend", True), ("ascend-kernels", True), (OLDER, True), (OLDEST, True)
-    )
-    lanes.lint(runs, python)
-    lanes.types(runs, python)
-    lanes.docs(runs)
+    first = lanes.prepare((VLLM, True), ("kernels", False))
+    lanes.docs(runs)  # this and the next two need no vLLM
     runs.command("reproducible archives", str(envs.ensure_ci()), "ci/release.py", "--reproducible")
     lanes.smoke_alone(runs)
+    first.join()
+    python = _python(session, VLLM)
+    others = lanes.prepare(("nvidia", True), ("ascend", True), ("ascend-kernels", True), (OLDER, True), (OLDEST, True))
+    lanes.lint(runs, python)
+    lanes.types(runs, python)
     unit = lanes.test_dirs("k3-core")  # the vendors have their own below
     runs.pytest(python, "unit", "-n2", "-m", "not serve and not gpu and not long", *unit)
     serve = lanes.test_dirs("k3-core", "k3-nvidia", "k3-amd")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import threading
 import time
-import venv
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,9 +243,10 @@ def smoke_alone(runs: Runs) -> None:
     plain = next(line for line in (envs.CONSTRAINTS / "docs.txt").read_text().split() if line.startswith("packaging=="))
     for package in envs.PACKAGES:
         home = envs.VENVS / f"smoke-{package}"
-        venv.create(home, clear=True, with_pip=True)
+        shutil.rmtree(home, ignore_errors=True)
+        envs.create(home, "--without-pip")
         wheels = envs.build_wheels(("k3-core",) if package == "k3-core" else ("k3-core", package))
-        envs.pip(home, "--no-deps", plain, *map(str, wheels))
+        envs.pip(home, "--no-deps", plain, *map(str, wheels), by=envs.ensure_ci())
         runs.command(f"smoke {package}", str(envs.python_of(home)), "ci/smoke_check.py", package)
 
 
