@@ -60,7 +60,7 @@ def tests(session: nox.Session) -> None:
     unit = lanes.test_dirs("k3-core")  # the vendors have their own below
     runs.pytest(python, "unit", "-n2", "-m", "not serve and not gpu and not long", *unit)
     serve = lanes.test_dirs("k3-core", "k3-nvidia", "k3-amd")
-    runs.pytest(python, "serve 0.32.0", "-n2", "--dist=loadfile", "-m", "serve and not gpu", *serve)
+    runs.pytest(python, "serve 0.32.0", "-n2", "--dist=loadfile", "-m", "serve and not gpu", *serve, env=lanes.EAGER)
     runs.command("demo", python, "ci/demo.py")
     others.join()
     for package in ("k3-nvidia", "k3-amd"):

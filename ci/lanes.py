@@ -89,6 +89,11 @@ class Runs:
             self.session.error("failed: " + ", ".join(self.broken or ["see above"]))
 
 
+#: For lanes of engines: vLLM compiles a few lines of its sampler with torch.compile, which costs each process that asks
+#: for log probabilities ten seconds. Servers of the tests and the demo compile as users' do (serve_support.py).
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}
+
+
 def _environment(extra: dict[str, str] | None) -> dict[str, str]:
     base = {
         "OMP_NUM_THREADS": "1",
@@ -152,7 +157,8 @@ def older_vllm(runs: Runs, name: str) -> None:
     """Everything that touches vLLM, on the oldest release that serves everything."""
     python = str(envs.ensure(name, dev=True))
     envs.install_wheels(name, envs.build_wheels())
-    runs.pytest(python, f"serve {name}", "-n2", "--dist=loadfile", *vllm_tests("test_vllm_*.py", "test_serve_*.py"))
+    tests = vllm_tests("test_vllm_*.py", "test_serve_*.py")
+    runs.pytest(python, f"serve {name}", "-n2", "--dist=loadfile", *tests, env=EAGER)
 
 
 def oldest_vllm(runs: Runs, name: str) -> None:

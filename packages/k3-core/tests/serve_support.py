@@ -176,7 +176,8 @@ class Server:
         command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port), *options]
         self.command = command
         environment = {**os.environ, **ENVIRONMENT, **(env or {})}
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        for only_here in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TORCH_COMPILE_DISABLE"):  # a server compiles as users' do
+            environment.pop(only_here, None)
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
