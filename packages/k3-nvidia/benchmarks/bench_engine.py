@@ -90,7 +90,8 @@ def rank_config(tp: int = 16, layers: int = 8, experts: int = 896) -> Any:
 
 BATCHES, LENGTHS = (1, 8, 32, 128), (1024, 8192, 32768)
 VOCABULARY = 512  # of the prompts; every shape has as many
-TRACED_TOKENS = 40  # of each request of a traced run
+#: Of each request of a decoding run, timed or traced: a batch of 128 may need tens of steps until its last has come.
+TOKENS = 64
 REFUSALS = ("ms_refused", "device_refused")
 
 
@@ -120,8 +121,8 @@ class Arrivals:
         del self.core.get_output
 
 
-def decode_ms(llm: Any, batch: int, context: int, traced: bool, keep: str, tokens: int = 56) -> dict[str, Any]:
-    """Milliseconds of a decoding step of a whole batch, by ``engine_steps``; traced: the device's, of a shorter run."""
+def decode_ms(llm: Any, batch: int, context: int, traced: bool, keep: str) -> dict[str, Any]:
+    """Milliseconds of a decoding step of a whole batch, by ``engine_steps``; traced: the device's, of another run."""
     from vllm import SamplingParams
 
     requests = [{"prompt_token_ids": p} for p in prompts((context,) * batch, seed=batch, vocabulary=VOCABULARY)]
@@ -134,10 +135,10 @@ def decode_ms(llm: Any, batch: int, context: int, traced: bool, keep: str, token
     arrivals = Arrivals(llm)
     for _ in range(3):
         with arrivals:
-            generate(tokens)
-    result = engine_steps.step_ms(arrivals.runs, batch, tokens)
+            generate(TOKENS)
+    result = engine_steps.step_ms(arrivals.runs, batch, TOKENS)
     if traced:
-        result |= _traced(llm, lambda: generate(TRACED_TOKENS), TRACED_TOKENS, keep and f"{keep}_decode_{batch}")
+        result |= _traced(llm, lambda: generate(TOKENS), TOKENS, keep and f"{keep}_decode_{batch}")
     return result
 
 

@@ -77,10 +77,11 @@ def difference(kind: Kind, other: Kind, most: int = 3) -> str:
 
 def largest(launches: Sequence[Launch], most: int = 6) -> list[str]:
     """Names (60 characters) of the kernels that took the most."""
-    total: Counter[str] = Counter()
+    total: dict[str, float] = {}
     for launch in launches:
-        total[launch.span[0][:60]] += launch.span[3] - launch.span[2]
-    return [name for name, _ in total.most_common(most)]
+        name, _, start, end = launch.span
+        total[name[:60]] = total.get(name[:60], 0.0) + end - start
+    return sorted(total, key=lambda name: -total[name])[:most]
 
 
 def _figures(launches: Sequence[Launch]) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,6 +358,89 @@ def test_outputs_are_noted_and_the_engine_left_as_it_was() -> None:
     times = [time for time, _ in noted.runs[0]]
     assert times == sorted(times)
     assert "get_output" not in vars(llm.llm_engine.engine_core)
+
+
+class Engine:
+    """As vLLM's LLM: every request gets a token a step; the trace is what a device would have run for that."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late_by: int) -> None:
+        import engine_worker
+
+        self.llm_engine = self.engine_core = self
+        self.device, self.late_by = Device(), late_by
+        self.queue: list[list[str]] = []
+        monkeypatch.setattr(engine_worker, "start_profile", lambda _: setattr(self, "device", Device()))
+        monkeypatch.setattr(engine_worker, "_profile", self)
+
+    def get_output(self) -> Any:
+        time.sleep(0.0005)
+        outputs = [type("Output", (), {"request_id": one, "new_token_ids": [4]}) for one in self.queue.pop(0)]
+        return type("Outputs", (), {"outputs": outputs})
+
+    def generate(self, requests: list[Any], sampling: Any, use_tqdm: bool) -> None:
+        names, count = [str(i) for i in range(len(requests))], sampling.max_tokens
+        last = self.late_by if len(names) > 1 else 0  # that many steps later than the others comes the last request
+        for step in range(count + last):
+            prompt = step in (0, last)
+            self.device.step(layer=200 if prompt else 25, prompt=prompt)
+            self.queue.append(names[:-1] * (step < count) + names[-1:] * (step >= last))
+        while self.queue:
+            self.llm_engine.engine_core.get_output()
+
+    def collective_rpc(self, call: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [call(self, *args)] if call.__module__ != "engine_worker" or "profile" in call.__name__ else [[]]
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def events(self) -> list[Any]:
+        spans = [("cudaGraphLaunch", 0, 0.0, 1.0), *self.device.spans]
+        kind = {"cudaGraphLaunch": "DeviceType.CPU"}
+        return [
+            SimpleNamespace(
+                name=name, device_type=kind.get(name, "DeviceType.CUDA"), device_resource_id=stream,
+                time_range=SimpleNamespace(start=start, end=end),
+            )
+            for name, stream, start, end in spans
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("late_by", [0, 7, 50])
+def test_the_rows_of_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, late_by: int) -> None:
+    pytest.importorskip("vllm")
+    import bench_engine
+    import engine_steps
+    import torch
+    from engine_turns import Turns
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(bench_engine, "say", lambda **row: said.append(row))
+    monkeypatch.setattr(bench_engine, "BATCHES", (1, 3))
+    who = {"part": "rank", "shape": "tp8", "impl": "ours", "experts": "k3-nvidia"}
+    options = SimpleNamespace(shape="tp8", turns=Turns(tmp_path / "turns", 0, 1), rounds=2, traces=tmp_path)
+    if late_by == 50:
+        with pytest.raises(RuntimeError, match=r"no figure of decode 3: .* expected intervals.*; decode 3: 13 of 63"):
+            bench_engine.measure(Engine(monkeypatch, late_by), who, options)
+    else:
+        bench_engine.measure(Engine(monkeypatch, late_by), who, options)
+    rows = {(row["round"], row.get("decode_batch"), row.get("prefill")): row for row in said if "round" in row}
+    assert len(rows) == 2 * 5
+    assert json.loads(json.dumps(said)) == said
+    whole = rows[0, 3, None]
+    assert ("device_ms" in whole, "ms" in whole) == ((late_by < 50,) * 2)
+    assert "device_ms" not in rows[1, 3, None], "one round is traced"
+    if late_by < 50:
+        assert whole["device_ms"] == rows[0, 1, None]["device_ms"] == pytest.approx(STEP / 1e3)
+        assert whole["steps"][0] == 63 - late_by
+        assert 0.4 < whole["ms"] < 50
+        kept = engine_steps.read(tmp_path / "trace_rank_tp8_ours_k3-nvidia_decode_3.json.gz")
+        assert kept["device_ms"] == whole["device_ms"]
+    assert rows[0, None, 8192]["device_all_ms"] == [pytest.approx((STEP + 700) / 1e3)] * 3
+    (line,) = (row for row in said if row["part"] == "timeline")
+    assert ("decode 3" in line["cases"]) == (late_by < 50)
+    assert line["cases"]["decode 1"]["us"] == pytest.approx(STEP)
 
 
 def test_a_refused_figure_is_told_on_the_page_and_the_others_stay() -> None:
