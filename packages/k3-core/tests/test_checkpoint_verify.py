@@ -119,7 +119,7 @@ def test_nesting_deeper_than_json_is_read(folder):
     (folder / SECOND).write_bytes(struct.pack("<Q", len(deep)) + deep)
     assert f"{SECOND}: its header is damaged (RecursionError" in refusal(folder)
     (folder / INDEX_NAME).write_bytes(deep)
-    assert "cannot be read (RecursionError" in refusal(folder)
+    assert "cannot be read as JSON (RecursionError" in refusal(folder)
 
 
 def test_damaged_headers(folder):
@@ -241,8 +241,14 @@ def test_many_problems_stay_one_short_message(folder):
 
 
 def test_index_problems(folder):
-    (folder / INDEX_NAME).write_text("{}")
-    assert f"{INDEX_NAME}: cannot be read (KeyError: 'weight_map')" in refusal(folder)
+    for text in ("{}", "[]", "3", '{"weight_map": ["a"]}', '{"weight_map": null}'):
+        (folder / INDEX_NAME).write_text(text)
+        assert f"{folder / INDEX_NAME}: has no weight_map object" in refusal(folder)
+        assert "fetch this file again" in refusal(folder)
+    (folder / INDEX_NAME).write_text("")
+    assert f"{folder / INDEX_NAME}: cannot be read as JSON" in refusal(folder)
+    (folder / INDEX_NAME).write_text('{"weight_map": {"a": "b", "c": 5}}')
+    assert "maps c to 5, which is no file name" in refusal(folder)
     (folder / INDEX_NAME).write_text('{"weight_map": {"a": "../../etc/passwd"}}')
     assert "'../../etc/passwd', which is not a plain file name" in refusal(folder)
     (folder / INDEX_NAME).unlink()

@@ -125,6 +125,10 @@ CONTRADICTIONS = {
     "layers-0-based": (L + "kda_layers", [i - 1 for i in KDA], "kda_layers.0 = 0"),
     "layers-number": (L + "kda_layers", 69, "expected a list of 1-based layer numbers"),
     "layers-text": (L + "kda_layers", ["1"], "kda_layers.0 = '1'"),
+    "huge-layers": (T + "num_hidden_layers", 10**9, "num_hidden_layers = 1000000000: Input should be less than"),
+    "huge-experts": (T + "num_experts", 10**12, "num_experts = 1000000000000: Input should be less than"),
+    "huge-tower": (V + "vt_num_hidden_layers", 10**9, "vt_num_hidden_layers = 1000000000: Input should be less than"),
+    "huge-width": (T + "moe_intermediate_size", 2**31, "moe_intermediate_size = 2147483648: Input should be less"),
     "fewer-layers": (T + "num_hidden_layers", 92, "full_attn_layers names layer(s) 93"),
     "more-layers": (T + "num_hidden_layers", 94, "leave out layer(s) 94"),
     "kv-heads": (T + "num_key_value_heads", 8, "num_key_value_heads = 8"),
@@ -239,6 +243,10 @@ def test_files_that_cannot_be_read(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=expected):
             load_config(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read \(.*check the path"):
+        load_config(tmp_path)
     with pytest.raises(ConfigError, match="expected an object"):
         load_config(7)
     with pytest.raises(ConfigError, match="null byte"):

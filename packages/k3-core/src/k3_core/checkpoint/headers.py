@@ -6,6 +6,7 @@ a file was cut short, and how much is missing.
 """
 
 import json
+import stat
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +23,7 @@ _ITEM_BYTES = {
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 _MAX_HEADER = 1 << 28
+_AGAIN = "fetch this file again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,10 @@ def read_header(path: Path) -> list[StoredTensor]:
 
     Raises CheckpointError naming the shard where the file is cut short, has trailing bytes, or is not safetensors.
     """
-    size = path.stat().st_size
+    found = path.stat()
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):  # a folder says so itself when it is opened
+        raise CheckpointError(f"{path.name}: not a regular file")
+    size = found.st_size
     with path.open("rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -116,12 +121,20 @@ def read_index(folder: Path) -> dict[str, str] | None:
             return None
         raise CheckpointError(f"{folder}: holds neither {INDEX_NAME} nor {SINGLE_NAME}; is this a checkpoint folder?")
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(name, str) and isinstance(file, str) for name, file in weight_map.items()):
-            raise TypeError("weight_map must map names to file names")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index.name}: cannot be read ({type(error).__name__}: {error})") from None
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{index}: cannot be read ({error.strerror or error}); check its permissions") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index}: cannot be read as JSON ({type(error).__name__}: {error}); {_AGAIN}") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: has no weight_map object from tensor names to file names; {_AGAIN}")
+    wrong = next((name for name, file in weight_map.items() if not isinstance(file, str)), None)
+    if wrong is not None:
+        raise CheckpointError(f"{index}: maps {wrong} to {weight_map[wrong]!r}, which is no file name; {_AGAIN}")
     outside = sorted(file for file in set(weight_map.values()) if Path(file).name != file)
     if outside:
-        raise CheckpointError(f"{index.name}: names {outside[0]!r}, which is not a plain file name")
-    return dict(weight_map)
+        raise CheckpointError(
+            f"{index}: names {outside[0]!r}, which is not a plain file name; shards lie in the checkpoint's own folder"
+        )
+    return weight_map

@@ -1,5 +1,7 @@
 """Relations between values that types alone cannot state. Each check raises ConfigError naming key and value."""
 
+from collections import Counter
+
 from k3_core.config import keys
 from k3_core.config.model import K3Config, TextConfig, VisionConfig
 from k3_core.errors import ConfigError
@@ -32,7 +34,7 @@ def _check_layer_lists(text: TextConfig, path: str) -> None:
             raise ConfigError(
                 f"{path}{key} names layer(s) {_few(beyond)}, but num_hidden_layers = {n} (layer numbers are 1-based)"
             )
-        twice = sorted({i for i in layers if layers.count(i) > 1})
+        twice = sorted(i for i, times in Counter(layers).items() if times > 1)
         if twice:
             raise ConfigError(f"{path}{key} names layer(s) {_few(twice)} more than once")
     both = sorted(set(linear.kda_layers) & set(linear.full_attn_layers))

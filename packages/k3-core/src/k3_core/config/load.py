@@ -39,6 +39,15 @@ def load_config(source: Any) -> K3Config:
     if isinstance(source, K3Config):
         return source
     raw = _read(source)
+    try:
+        return _load(raw)
+    except ConfigError as error:
+        if not isinstance(source, str | Path):
+            raise
+        raise ConfigError(f"{_file(source)}: {error}") from None
+
+
+def _load(raw: Mapping[str, Any]) -> K3Config:
     model_type = raw.get("model_type")
     if "text_config" in raw or model_type == "kimi_k3":
         return _load_outer(raw)
@@ -49,16 +58,24 @@ def _read(source: Any) -> Mapping[str, Any]:
     if isinstance(source, str | Path):
         path = Path(source)
         try:
-            path = path / "config.json" if path.is_dir() else path
+            path = _file(source)
             source = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file; give a checkpoint folder or its config.json") from None
-        except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deeply, no file name
-            raise ConfigError(f"{path}: cannot be read as JSON ({error})") from error
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"{path}: cannot be read ({reason}); check the path and its permissions") from error
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deeply, no file name
+            raise ConfigError(f"{path}: cannot be read as JSON ({error}); fetch it again") from error
         if not isinstance(source, Mapping):
             raise ConfigError(f"{path}: holds a {type(source).__name__}; expected a JSON object")
         return source
     return _as_mapping(source, "configuration")
+
+
+def _file(source: str | Path) -> Path:
+    path = Path(source)
+    return path / "config.json" if path.is_dir() else path
 
 
 def _as_mapping(value: Any, path: str) -> Mapping[str, Any]:
@@ -83,7 +100,7 @@ def _load_outer(raw: Mapping[str, Any]) -> K3Config:
 
 
 def _load_inner(raw: Mapping[str, Any]) -> K3Config:
-    _one_of(raw, "model_type", ("kimi_linear",), "")
+    _one_of(raw, "model_type", ("kimi_k3", "kimi_linear"), "")
     text_raw = _resolve_aliases(raw, "")
     return _assemble({}, text_raw, _load_text(text_raw, ""), None)
 

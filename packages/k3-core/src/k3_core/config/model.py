@@ -10,7 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from k3_core.config.quantization import QuantizationConfig
 
-Count = Annotated[int, Field(gt=0)]
+#: Sizes of tensors and lengths: what an index of 32 bits reaches.
+Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
+#: Most layers or experts: they are written out one by one, so a damaged number must not fill the memory. The release
+#: has 93 layers, 896 experts and 27 layers in the vision tower.
+MAX_PIECES = 2**14
+Pieces = Annotated[int, Field(gt=0, le=MAX_PIECES)]
 NonNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -50,7 +55,7 @@ class TextConfig(_Frozen):
 
     vocab_size: Count
     hidden_size: Count
-    num_hidden_layers: Count
+    num_hidden_layers: Pieces
     intermediate_size: Count
     num_attention_heads: Count
     num_key_value_heads: Count
@@ -65,7 +70,7 @@ class TextConfig(_Frozen):
     qk_rope_head_dim: Count
     v_head_dim: Count
     mla_use_output_gate: bool
-    num_experts: Count
+    num_experts: Pieces
     num_experts_per_token: Count
     num_shared_experts: NonNegative
     moe_intermediate_size: Count
@@ -122,7 +127,7 @@ class VisionConfig(_Frozen):
     """MoonViT-V2 and the projector (`vision_config`)."""
 
     patch_size: Count
-    vt_num_hidden_layers: Count
+    vt_num_hidden_layers: Pieces
     vt_hidden_size: Count
     vt_num_attention_heads: Count
     qkv_hidden_size: Count
