@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import k3_core.cli.app as program
 from k3_core.cli import bench
 from k3_core.cli.app import app
 from k3_core.config import load_config
@@ -83,6 +84,10 @@ def test_like_rank_text_only(tmp_path: Path) -> None:
         (["--like-rank", "tp5"], "num_attention_heads = 96"),
         (["--preset", "huge"], "k3-13"),
         (["--text-only"], "--like-rank"),
+        (["--like-rank", "tp" + "9" * 5000], "tp16"),
+        (["--like-rank", "tp8", "--seed", "3"], "--seed has no meaning"),
+        (["--like-rank", "tp8", "--long-memory"], "--long-memory has no meaning"),
+        (["--like-rank", "tp8", "--preset", "linear"], "--preset has no meaning"),
     ],
 )
 def test_tiny_refuses_by_name(tmp_path: Path, args: list[str], word: str) -> None:
@@ -90,6 +95,82 @@ def test_tiny_refuses_by_name(tmp_path: Path, args: list[str], word: str) -> Non
     assert isinstance(done.exception, ConfigError)
     assert word in str(done.exception)
     assert not (tmp_path / "x").exists()
+
+
+def test_tiny_writes_over_nothing_unasked(tmp_path: Path) -> None:
+    """A downloaded checkpoint has files of the same names."""
+    precious = tmp_path / "config.json"
+    precious.write_text("{}")
+    done = k3("tiny", str(tmp_path))
+    assert (done.returncode, precious.read_text()) == (1, "{}")
+    assert str(tmp_path) in done.stderr
+    assert "--force" in done.stderr
+    assert k3("tiny", str(tmp_path), "--force", "--preset", "linear").returncode == 0
+    assert load_config(tmp_path).is_kimi_linear
+
+
+@pytest.mark.parametrize("options", [[], ["--like-rank", "tp8"]], ids=["weights", "rank"])
+def test_tiny_that_cannot_write_leaves_nothing(tmp_path: Path, options: list[str]) -> None:
+    """One line, exit status 1, and no half of a checkpoint: under a file, and on a disk that becomes full."""
+    (tmp_path / "file").write_text("mine")
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)); "
+    for name, before in (("file", ""), ("file/below", ""), ("full", limit), ("a" * 300, "")):
+        code = before + "from k3_core.cli import main; main()"
+        command = [sys.executable, "-c", code, "tiny", str(tmp_path / name), *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1, name
+        assert done.stderr.startswith("k3: "), done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert str(tmp_path / name) in done.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+        assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("bench", "ops", "--rows", "9" * 20, "--only", "situ"), "do not fit in memory"),
+        (("bench", "ops", "--rows", "1", "--out", "/proc/k3.json"), "--out /proc/k3.json: cannot be written"),
+        (("bench", "serve", "--url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9/v1/models"),
+        (("bench", "serve", "--url", "nowhere"), "no server answers"),
+        (("plan", "--gpu", "x", "--memory-gib", "nan"), "--memory-gib nan"),
+        (("plan", "--gpu", "x", "--memory-gib", "inf"), "--memory-gib inf"),
+        (("verify", "/proc/self/mem"), "/proc/self/mem: cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_one_line(args: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_vllm", lambda: ["vllm"])
+    monkeypatch.setattr(bench, "_run", lambda command: pytest.fail("started a benchmark"))
+    done = CliRunner().invoke(app, [*args])
+    assert isinstance(done.exception, ConfigError | UnsupportedError), done.exception
+    assert words in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_a_number_that_no_machine_has_is_refused_at_once() -> None:
+    """Each of these once filled the memory or ran for ever."""
+    for args in (
+        ["tiny", "/nowhere", "--layers", "1000000000"],
+        ["tiny", "/nowhere", "--like-rank", "tp8", "--layers", "1000000000"],
+        ["plan", "--gpu", "h200", "--nodes", "1000000000"],
+        ["plan", "--gpu", "x", "--memory-gib", "80", "--gpus-per-node", "1000000000"],
+        ["verify", "/nowhere", "--jobs", "1000000000"],
+    ):
+        done = CliRunner().invoke(app, args)
+        assert done.exit_code == 2, args
+        assert "less than or equal to" in done.output
+
+
+def test_what_the_disk_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied", "/a/folder")
+
+    monkeypatch.setattr(program, "app", refuse)
+    with pytest.raises(SystemExit) as stopped:
+        program.main()
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err == f"k3: /a/folder: Permission denied; {program._ADVICE}\n"
 
 
 def test_bench_ops_times_what_it_names(tmp_path: Path) -> None:
@@ -125,6 +206,7 @@ def test_bench_serve_keeps_vllms_figures(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return types.SimpleNamespace(returncode=0, stdout="")
 
     monkeypatch.setattr(bench, "_vllm", lambda: ["vllm"])
+    monkeypatch.setattr(bench, "_check_server", lambda url: None)
     monkeypatch.setattr(bench, "_run", run)
     out, plot = tmp_path / "r.json", tmp_path / "r.svg"
     options = ["--prompts", "4", "--concurrency", "1,2", "--out", str(out), "--plot", str(plot)]
@@ -149,6 +231,7 @@ def test_bench_refuses_counts_that_are_none(args: tuple[str, ...], monkeypatch: 
 def test_bench_serve_shows_the_end_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = types.SimpleNamespace(returncode=1, stdout="a line\nConnectionRefusedError: no server")
     monkeypatch.setattr(bench, "_vllm", lambda: ["vllm"])
+    monkeypatch.setattr(bench, "_check_server", lambda url: None)
     monkeypatch.setattr(bench, "_run", lambda command: failed)
     done = CliRunner().invoke(app, ["bench", "serve"])
     assert "no server" in str(done.exception)
@@ -168,6 +251,7 @@ def test_bench_serve_keeps_the_rows_before_a_failure(monkeypatch: pytest.MonkeyP
         return types.SimpleNamespace(returncode=0, stdout="")
 
     monkeypatch.setattr(bench, "_vllm", lambda: ["vllm"])
+    monkeypatch.setattr(bench, "_check_server", lambda url: None)
     monkeypatch.setattr(bench, "_run", run)
     options = ["--concurrency", "1,2,4,8", "--out", str(out), "--plot", str(plot), "--json"]
     done = CliRunner().invoke(app, ["bench", "serve", *options])

@@ -1,10 +1,13 @@
 """Writing checkpoints: tiny random ones in the released layout, and any others shard by shard."""
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -14,6 +17,7 @@ from k3_core.checkpoint.tiny_config import NUM_SPECIALS, PRESETS, tiny_config
 from k3_core.checkpoint.tiny_vocab import K3_SPECIALS, LINEAR_SPECIALS, tiktoken_file, tokenizer_config
 from k3_core.checkpoint.tiny_weights import random_tensor
 from k3_core.config import K3Config, load_config
+from k3_core.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -43,17 +47,41 @@ def write_tiny(
 
     Raises:
         ConfigError: a configuration that contradicts itself, or a vocabulary too small for the tokenizer.
+        CheckpointError: the folder cannot be written; then nothing of the checkpoint is in it.
     """
     parsed = tiny_config(config) if isinstance(config, str) and config in PRESETS else load_config(config)
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
     table = tensor_table(parsed)
     if not parsed.is_kimi_linear:
         length = parsed.text.linear_attn.num_heads + a_log_padding
         table |= {n: TensorSpec((length,), s.dtype) for n, s in table.items() if n.endswith(".A_log")}
-    write_side_files(folder, parsed)
-    write_shards(folder, _random_shards(parsed, table, seed, long_memory, device))
-    return folder
+    with whole_folder(Path(path)) as folder:
+        write_side_files(folder, parsed)
+        write_shards(folder, _random_shards(parsed, table, seed, long_memory, device))
+    return Path(path)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder inside ``path`` to write into; its files are moved into ``path`` when the block ends without an error.
+
+    So ``path`` never holds half of what was meant, and what it held before stays until then. Files of the same names
+    are replaced; a folder that was made for nothing is removed. Raises CheckpointError where the disk refuses.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryDirectory(prefix=".k3-", dir=path) as unfinished:
+                yield Path(unfinished)
+                for file in sorted(Path(unfinished).iterdir()):
+                    file.replace(path / file.name)
+        finally:
+            if not any(path.iterdir()):
+                path.rmdir()
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{path}: cannot be written ({reason}); check the path, its permissions and the room on its disk"
+        ) from error
 
 
 def write_side_files(folder: Path, config: K3Config, *, tokenizer: bool = True) -> None:

@@ -12,7 +12,9 @@ from k3_core.cli.env import env
 from k3_core.cli.plan import plan
 from k3_core.cli.tiny import tiny
 from k3_core.cli.verify import verify
-from k3_core.errors import K3Error
+from k3_core.errors import ConfigError, K3Error
+
+_ADVICE = "check the path, its permissions and the room on its disk"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tools for Kimi K3 checkpoints and installations.")
 for command in (doctor, plan, verify, tiny, env):
@@ -21,9 +23,16 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Entry point: a deliberate refusal is one line and exit status 1, not a traceback."""
+    """Entry point: a deliberate refusal is one line and exit status 1, not a traceback; so is what the disk refuses."""
     try:
         app()
     except K3Error as error:
-        print(f"k3: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+        refusal: Exception = error
+    except OSError as error:
+        refusal = ConfigError(f"{error.filename or 'a file'}: {error.strerror or error}; {_ADVICE}")
+    except MemoryError:
+        refusal = ConfigError("the memory of this machine does not suffice; ask for less or use a larger one")
+    else:
+        return
+    print(f"k3: {refusal}", file=sys.stderr)
+    raise SystemExit(1) from refusal

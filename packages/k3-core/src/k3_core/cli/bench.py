@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import statistics
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,6 +60,7 @@ def serve(
     command += ["--tokenizer", tokenizer] if tokenizer else []
     command += ["--tokenizer-mode", tokenizer_mode]
     counts = _counts("--concurrency", concurrency)
+    _check_server(url)
     report = _header("serving", "k3 bench serve") | {
         "url": url, "settings": {"prompts": prompts, "concurrency": counts, "input_len": input_len,
                                  "output_len": output_len, "seed": seed},
@@ -147,7 +150,13 @@ def ops(
             if chosen is None:
                 raise UnsupportedError(f"{implementation} has no implementation of {name}")
             for count in counts:
-                call = _CALLS[name](chosen, count, hidden, device, dtype)
+                try:
+                    call = _CALLS[name](chosen, count, hidden, device, dtype)
+                except (RuntimeError, ValueError, TypeError, MemoryError) as error:  # torch's words for too large
+                    reason = (str(error).splitlines() or [type(error).__name__])[0]
+                    raise UnsupportedError(
+                        f"--rows {count}: {name}'s arguments do not fit in memory ({reason})"
+                    ) from None
                 micros, calls = _time(call, seconds, device)
                 yield {"operator": name, "implementation": chosen.name, "tokens": count, "dtype": str(dtype),
                        "median_us": micros, "calls": calls}  # fmt: skip
@@ -212,6 +221,8 @@ def _check_targets(out: Path | None, plot: Path | None) -> None:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             what = "is a folder" if path.is_dir() else f"needs the folder {path.parent}, which does not exist"
             raise ConfigError(f"{option} {path}: {what}; name a file in an existing folder")
+        if path is not None:
+            _check_writable(option, path)
     if plot is not None:
         _pyplot()
         from matplotlib.backend_bases import FigureCanvasBase
@@ -219,6 +230,28 @@ def _check_targets(out: Path | None, plot: Path | None) -> None:
         known = FigureCanvasBase.get_supported_filetypes()
         if plot.suffix.lstrip(".").lower() not in known:
             raise ConfigError(f"--plot {plot}: the file's ending must be one of {', '.join(sorted(known))}")
+
+
+def _check_writable(option: str, path: Path) -> None:
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror or error})") from None
+    if not existed:
+        path.unlink()
+
+
+def _check_server(url: str) -> None:
+    """Refuse an address at which no server of the OpenAI API answers, before a benchmark is started for it."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/v1/models", timeout=10) as answer:
+            answer.read(1)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise UnsupportedError(
+            f"--url {url}: no server answers at {url}/v1/models ({reason}); start one there"
+        ) from None
 
 
 def _keep(

@@ -11,27 +11,35 @@ import typer
 
 from k3_core.checkpoint import check_topology, expert_width, tiny_config, write_tiny
 from k3_core.checkpoint.slicing import Topology
-from k3_core.checkpoint.tiny import write_side_files
+from k3_core.checkpoint.tiny import whole_folder, write_side_files
 from k3_core.checkpoint.tiny_config import END_OF_MESSAGE, MEDIA_PAD, NUM_SPECIALS, PAD, PRESETS, layer_lists
 from k3_core.cli import output
 from k3_core.cli.plan.command import RELEASED_CONFIG
 from k3_core.config import K3Config, load_config
+from k3_core.config.model import MAX_PIECES
 from k3_core.errors import ConfigError
 
 
 def tiny(
     path: Annotated[Path, typer.Argument(help="Folder to write.")],
     preset: Annotated[str, typer.Option(help="k3, k3-13 or linear.")] = "k3",
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers, laid out in the released pattern.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, max=MAX_PIECES, help="Layers, laid out in the released pattern.")
+    ] = None,
     like_rank: Annotated[str | None, typer.Option(
         help="Shapes of one rank of the release, such as tp16: configuration only, for dummy weights.")] = None,
     text_only: Annotated[bool, typer.Option(help="With --like-rank: leave out the vision tower.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of all weights.")] = 0,
     long_memory: Annotated[bool, typer.Option(help="States that survive hundreds of tokens.")] = False,
+    force: Annotated[
+        bool, typer.Option(help="Write into a folder that holds files, over those of the same names.")
+    ] = False,
     as_json: output.AsJson = False,
 ) -> None:  # fmt: skip
     """Write a random checkpoint in the released layout, tokenizer and processor files included."""
+    _check_target(path, force)
     if like_rank is not None:
+        _check_unused(preset, seed, long_memory)
         config = rank_config(like_rank, layers or 8, text_only=text_only)
         write_rank(path, config)
         what = (
@@ -52,18 +60,36 @@ def tiny(
         output.say(f"wrote {path}: {what}")
 
 
+def _check_target(path: Path, force: bool) -> None:
+    """Refuse to write over what somebody else may need: a downloaded checkpoint has files of the same names."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path}: is a file; name a folder")
+    if not force and path.is_dir() and any(path.iterdir()):
+        raise ConfigError(
+            f"{path}: holds files already; name a new folder, or replace those of the same names: --force"
+        )
+
+
+def _check_unused(preset: str, seed: int, long_memory: bool) -> None:
+    for option, given in (("--preset", preset != "k3"), ("--seed", seed != 0), ("--long-memory", long_memory)):
+        if given:
+            raise ConfigError(
+                f"{option} has no meaning with --like-rank, which writes the release's shapes, no weights"
+            )
+
+
 def write_rank(path: Path, config: K3Config) -> None:
     """Write a rank's configuration and processor files; no tokenizer, since measuring sends token ids.
 
     vLLM derives a missing ``head_dim`` from hidden size and heads and refuses an odd one (TP8: 7168 / 12 = 597), so one
     is stated; nothing that serves K3 reads it.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    write_side_files(path, config, tokenizer=False)
-    file = path / "config.json"
-    raw = json.loads(file.read_text())
-    raw.get("text_config", raw)["head_dim"] = config.text.linear_attn.head_dim
-    file.write_text(json.dumps(raw, indent=1) + "\n")
+    with whole_folder(path) as folder:
+        write_side_files(folder, config, tokenizer=False)
+        file = folder / "config.json"
+        raw = json.loads(file.read_text())
+        raw.get("text_config", raw)["head_dim"] = config.text.linear_attn.head_dim
+        file.write_text(json.dumps(raw, indent=1) + "\n")
 
 
 def rank_config(rank: str, layers: int, *, text_only: bool = False) -> K3Config:
@@ -79,7 +105,7 @@ def rank_config(rank: str, layers: int, *, text_only: bool = False) -> K3Config:
 
     Raises ConfigError for another spelling or a size that does not divide.
     """
-    match = re.fullmatch(r"tp(\d+)", rank.lower())
+    match = re.fullmatch(r"tp(\d{1,6})", rank.lower())
     if match is None:
         raise ConfigError(f"--like-rank {rank}: expected tp and a size, for example tp16")
     tp = int(match[1])

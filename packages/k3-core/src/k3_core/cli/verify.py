@@ -23,7 +23,7 @@ def verify(
     full: Annotated[
         bool, typer.Option(help="Read every byte: scales, finite values, A_log's tail, checksums.")
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Shards read at the same time, with --full.")] = min(
+    jobs: Annotated[int, typer.Option(min=1, max=1024, help="Shards read at the same time, with --full.")] = min(
         8, os.cpu_count() or 1
     ),
     fresh: Annotated[bool, typer.Option(help="Read again what an earlier run found whole.")] = False,

@@ -23,8 +23,10 @@ SHOWN = 5
 def plan(
     gpu: Annotated[str, typer.Option(help="h100, h200, b200, b300, gb300, mi300x, mi325x, mi350x, mi355x, ascend-a2, "
                                           "ascend-a3, or any name with --memory-gib.")],
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Accelerators a node (default: the usual).")] = None,
+    nodes: Annotated[int, typer.Option(min=1, max=1024, help="Nodes.")] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Accelerators a node (default: the usual).")
+    ] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Memory of one accelerator, replacing the table's.")] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="Only this tensor parallel size.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Only this pipeline size.")] = None,

@@ -68,6 +68,8 @@ def device(name: str, memory_gib: float | None = None, per_node: int | None = No
                 f"--gpus-per-node) for another device"
             )
         known = Device(name.lower(), "unknown", "", 0, 8, "stated by the caller", "not known for this device")
+    if memory_gib is not None and not 0 < memory_gib < 2**20:
+        raise ConfigError(f"--memory-gib {memory_gib}: expected the memory of one accelerator, above 0 and below a PiB")
     memory = known.memory if memory_gib is None else int(memory_gib * GIB)
     for option, value in (("--memory-gib", memory), ("--gpus-per-node", per_node or known.per_node)):
         if value <= 0:

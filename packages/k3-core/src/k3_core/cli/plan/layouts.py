@@ -100,8 +100,9 @@ def workspace_bytes(config: K3Config, layout: Layout, stage: range, request: Req
 
 def possible(devices: int, fixed: Mapping[str, int | bool | None]) -> Iterator[Layout]:
     """Every layout of exactly ``devices`` devices; ``fixed`` sizes (tp, pp, dp, ep) that are None are free."""
-    for tp in range(1, devices + 1):
-        for pp in range(1, devices // tp + 1):
+    sizes_of = [size for size in range(1, devices + 1) if devices % size == 0]
+    for tp in sizes_of:
+        for pp in sizes_of:
             if devices % (tp * pp):
                 continue
             dp = devices // (tp * pp)
