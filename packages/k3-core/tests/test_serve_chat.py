@@ -293,12 +293,34 @@ def test_forced_calls(client: Any, tokenizer: K3Tokenizer, choice: Any, finish: 
     assert reply["finish"] == finish
 
 
+def test_a_required_call_that_never_came_says_stop(client: Any, tokenizer: K3Tokenizer) -> None:
+    """The model may end its message inside the reasoning, where no grammar holds it: then there is no call to make."""
+    script = [*tokenizer.encode("Hm."), tokenizer.end_of_msg_id]
+    reply = both(client, messages=ASK, tools=[TOOL], tool_choice="required", **scripted(script))
+    assert reply["reasoning"] == "Hm."
+    assert reply["calls"] == []
+    assert reply["finish"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "wish", [{"choice": ["yes", "no"]}, {"regex": "(yes|no)"}, {"grammar": 'root ::= "yes" | "no"'}], ids=str
+)
+def test_a_constraint_on_a_raw_completion_holds_from_the_first_token(client: Any, wish: dict[str, Any]) -> None:
+    """A raw prompt opens no reasoning that the constraint would have to wait for."""
+    reply = client.completions.create(
+        model="k3", prompt="Boats float:", max_tokens=12, temperature=0, extra_body={"structured_outputs": wish}
+    )
+    assert reply.choices[0].text in ("yes", "no")
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 REFUSED = [
     ({"messages": [{"role": "critic", "content": "x"}]}, "critic"),
     ({"messages": ASK, "reasoning_effort": "medium"}, "medium"),
     ({"messages": ASK, "extra_body": {"chat_template_kwargs": {"thinking": "yes"}}}, "thinking"),
     ({"messages": ASK, "extra_body": {"chat_template_kwargs": {"colour": "red"}}}, "colour"),
+    ({"messages": ASK, "extra_body": {"chat_template_kwargs": {"tools": 5}}}, "tools must be a list"),
+    ({"messages": ASK, "extra_body": {"structured_outputs": {"grammar": "no grammar"}}}, "neither EBNF .* nor Lark"),
     ({"messages": ASK, "extra_body": {"chat_template_kwargs": {"image_prompts": ["x"]}}}, "image_prompts"),
 ]
 

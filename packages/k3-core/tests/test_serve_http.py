@@ -119,6 +119,7 @@ BAD_IMAGES = {
     "unknown scheme": "ftp://127.0.0.1/picture.png",
     "missing file": "http://127.0.0.1:9/picture.png",
     "no base64": "data:image/png,picture",
+    "broken base64": "data:image/png;base64,AAA!",
     "the server's own file": "file:///etc/hostname",
     "bomb": png_header(100_000, 100_000),
     "nothing": "",

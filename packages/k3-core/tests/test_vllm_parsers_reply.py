@@ -201,7 +201,7 @@ def test_halves_alone() -> None:
 
 
 def test_reasoning_end_by_ids() -> None:
-    parser = KimiK3ReasoningParser(TOKENIZER)
+    parser = KimiK3ReasoningParser(TOKENIZER, chat_template_kwargs={})
     ids = TOKENIZER.encode
     prompt = ids(f"{OP}message{SP}a{CL}think{SP}b{OP}think{SP}")
     assert not parser.is_reasoning_end(prompt)
@@ -222,6 +222,10 @@ def test_reasoning_end_by_ids() -> None:
     assert not parser.is_reasoning_end_streaming(spelt, spelt)
     assert TOKENIZER.decode(parser.extract_content_ids(reply)) == f"{OP}response{SP}Hi"
     assert parser.extract_content_ids(ids("thought")) == []
+    raw = KimiK3ReasoningParser(TOKENIZER)  # as the engine makes it for /v1/completions: nothing opened a reasoning
+    assert raw.is_reasoning_end(ids("no marker"))
+    assert raw.is_reasoning_end([])
+    assert not raw.is_reasoning_end(prompt)
     off = KimiK3ReasoningParser(TOKENIZER, chat_template_kwargs={"reasoning_effort": "none"})
     assert off.is_reasoning_end(prompt)
     assert off.extract_content_ids(reply) == reply

@@ -1,5 +1,6 @@
 """What the renderer adds to vLLM's parsing of a chat, without a server: error classes, lost fields, vocabulary."""
 
+import binascii
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": None}}
 CLIENTS: dict[str, tuple[Exception, type[Exception]]] = {
     "bomb": (Image.DecompressionBombError("10000000000 pixels"), ImageError),
     "no base64": (NotImplementedError("Only base64 data URLs are supported"), ImageError),
+    "broken base64": (binascii.Error("Non-base64 digit found"), ImageError),
     "own disk": (RuntimeError("Cannot load local files without `--allowed-local-media-path`."), ImageError),
     "unreachable": (OSError("no route"), ImageError),
     "slow": (TimeoutError(), ImageError),
@@ -35,6 +37,7 @@ def test_an_error_of_the_request_is_a_value_error(what: str) -> None:
         raise raised
     assert isinstance(caught.value, ValueError)  # vLLM answers 400
     assert "\n" not in str(caught.value)
+    assert wanted is ChatError or "image" in str(caught.value)  # the sentence says what part of the request it is about
 
 
 def test_an_error_of_the_server_stays_one() -> None:

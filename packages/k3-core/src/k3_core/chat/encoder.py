@@ -301,7 +301,7 @@ def _render_assistant(builder: _Builder, message: Mapping[str, Any], thinking: b
     if thinking:
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         if not isinstance(reasoning, str):
-            raise ChatError(f"{where}: reasoning_content must be text, not {type(reasoning).__name__}")
+            raise ChatError(f"{where}: reasoning or reasoning_content must be text, not {type(reasoning).__name__}")
         builder.open(protocol.TAG_THINK)
         builder.plain(reasoning if reasoning.strip() else "")
         builder.close(protocol.TAG_THINK)

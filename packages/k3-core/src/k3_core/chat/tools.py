@@ -4,13 +4,13 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 
-def drop_null_fields(tools: Sequence[Any] | None) -> list[Any] | None:
+def drop_null_fields(tools: Any) -> Any:
     """Tool declarations without the null fields that typed request models add (``strict``, ``description``, ...).
 
     Only the declaration and its ``function`` are cleaned; the schema below ``parameters`` stays as it is.
     """
-    if tools is None:
-        return None
+    if not isinstance(tools, list | tuple):
+        return tools  # None, or what the encoder refuses by name
     return [_clean(tool) if isinstance(tool, Mapping) else tool for tool in tools]
 
 

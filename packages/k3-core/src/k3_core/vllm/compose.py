@@ -48,11 +48,13 @@ def install() -> Callable[[], None]:
 
 
 def keep_length() -> None:
-    """An honest ``finish_reason`` on chat replies with calls that the model did not end itself.
+    """An honest ``finish_reason`` on chat replies whose calls the model did not end itself, or did not begin.
 
-    ``length`` where they broke off at max_tokens, ``stop`` where a stop string of the client ended them. vLLM says
-    ``tool_calls`` for whole replies with complete calls whatever ended them, for streams in which any part of a call
-    was sent, and in 0.27 and older also at max_tokens. Wraps the chat serving class where it is loaded (the API
+    ``length`` where they broke off at max_tokens, ``stop`` where a stop string of the client ended them, and ``stop``
+    where calls were required and there is none, because the model ended its message inside the reasoning, which no
+    grammar holds. vLLM says ``tool_calls`` for whole replies with complete calls whatever ended them, for whole replies
+    to ``tool_choice: required`` also without any, for streams in which any part of a call was sent, and in 0.27 and
+    older also at max_tokens. Wraps the chat serving class where it is loaded (the API
     server); idempotent; other parsers' replies are left.
     """
     module = sys.modules.get("vllm.entrypoints.openai.chat_completion.serving")
@@ -68,6 +70,8 @@ def keep_length() -> None:
         response = await whole(self, request, _watched(results, reasons), *args, **kwargs)
         for choice in getattr(response, "choices", []):
             choice.finish_reason = reasons.get(choice.index, choice.finish_reason)
+            if choice.finish_reason == "tool_calls" and not choice.message.tool_calls:
+                choice.finish_reason = "stop"
         return response
 
     async def stream_generator(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:

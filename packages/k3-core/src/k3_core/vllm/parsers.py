@@ -140,6 +140,7 @@ class KimiK3ReasoningParser(ReasoningParser):
         super().__init__(tokenizer, *args, **kwargs)
         self._k3 = k3_tokenizer(tokenizer)
         self.thinking = thinking_of(kwargs.get("chat_template_kwargs"))
+        self._knows_chat = "chat_template_kwargs" in kwargs  # the engine's own instance for a raw prompt is given none
         self._stream: StreamParser | None = None
         self._counted = (0, 0, True, False)  # tokens seen, of reasoning, inside think, inside a marker
 
@@ -159,8 +160,12 @@ class KimiK3ReasoningParser(ReasoningParser):
 
     # --- token ids --------------------------------------------------------------------------------------------------
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
-        """Whether the newest channel marker is not an open ``think`` (without any: whether thinking is off)."""
-        if not self.thinking:
+        """Whether the newest channel marker is not an open ``think`` (without any: whether thinking is off).
+
+        A raw prompt (`/v1/completions`) without any marker opens no reasoning, so its constraint holds from the first
+        token; the engine asks in every step, hence the quick test.
+        """
+        if not self.thinking or not (self._knows_chat or self._k3.open_id in input_ids):
             return True
         newest = self._newest_marker(input_ids, 0)
         return newest is not None and newest[0]

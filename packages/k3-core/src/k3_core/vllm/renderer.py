@@ -7,6 +7,7 @@ included); ``--media-io-kwargs`` and the request's ``media_io_kwargs`` take prec
 
 from __future__ import annotations
 
+import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -140,7 +141,11 @@ def _clients_errors() -> Iterator[None]:
         raise ImageError(f"the image is too large to decode, send a smaller one: {error}") from error
     except NotImplementedError as error:
         raise ImageError(f"the image's URL cannot be used: {error}") from error
+    except binascii.Error as error:
+        raise ImageError(f"the image's data URL is not valid base64: {error}") from error
     except ValueError as error:
+        if "only ASCII characters" in str(error):
+            raise ImageError(f"the image's data URL is not valid base64: {error}") from error
         if "cannot identify image file" not in str(error):
             raise
         raise ImageError(

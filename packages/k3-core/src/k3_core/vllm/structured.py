@@ -308,17 +308,24 @@ def body_format(params: Any) -> Format | None:
 
 
 def _ebnf(grammar: str) -> str:
-    """A user's grammar, which vLLM takes in Lark's form or as EBNF, as EBNF."""
+    """A user's grammar, which vLLM takes in Lark's form or as EBNF, as EBNF.
+
+    Raises ChatError (400) for a grammar in Lark's form that cannot be read; xgrammar's own error would be a 500.
+    """
     from vllm.v1.structured_output import utils
 
     if not utils.grammar_is_likely_lark(grammar):
         return grammar
     convert = getattr(utils, "convert_lark_to_ebnf", None)  # releases up to 0.27
-    if convert is not None:
-        return str(convert(grammar))
-    import xgrammar
+    try:
+        if convert is not None:
+            return str(convert(grammar))
+        import xgrammar
 
-    return str(xgrammar.Grammar.from_lark(grammar))
+        return str(xgrammar.Grammar.from_lark(grammar))
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ChatError(f"structured_outputs.grammar is neither EBNF (root ::= ...) nor Lark: {reason}") from error
 
 
 # --- vocabulary -----------------------------------------------------------------------------------------------------
