@@ -463,7 +463,7 @@ def read(lines: list[list[str]]) -> list[dict[str, Any]]:
 
 def test_every_command_of_the_files_here_is_understood() -> None:
     scripts = [words[1:] for words in commands() if words[1].endswith(".py")]
-    assert len(scripts) == 11
+    assert len(scripts) == 13
     wrong = [[scripts[0][0], "--seconds", "1", "--no-such-flag"]]
     found = read([[str(PACKAGE.parents[1] / script), *words] for script, *words in [*scripts, *wrong]])
     assert found.pop() == {"exit": "2"}, "a flag that a script does not have is found"
