@@ -262,6 +262,16 @@ def test_step_launch_is_defined_for_every_size():
                 assert 16 <= tuning.step_launch(kernel, rows * heads, 128)["BV"] <= 128
 
 
+def test_step_launch_is_the_first_entry_that_reaches(monkeypatch):
+    entries = [{"up_to": 6, "BV": 32, "maxnreg": None}, {"up_to": None, "BV": 128}]
+    monkeypatch.setitem(tuning.table(), "decode", entries)
+    monkeypatch.setitem(tuning.table(), "verify", entries[:1])
+    assert [tuning.step_launch("decode", n, 64) for n in (1, 6, 7, 10**9)] == [{"BV": 32}] * 2 + [{"BV": 64}] * 2
+    assert tuning.step_rows(2, 100) == [1, 3, 4, 100]
+    with pytest.raises(ValueError, match="tuning of verify has no open-ended entry: none reaches 7"):
+        tuning.step_launch("verify", 7, 64)
+
+
 REFUSED = [
     (dict(dtype=torch.float16), "bfloat16"),
     (dict(sizes={"N": 6, "D": 96}), "head dimension"),

@@ -234,5 +234,5 @@ def test_a_tile_is_the_first_entry_that_reaches(monkeypatch: pytest.MonkeyPatch)
     assert [situ.blocks(rows, 100) for rows in (1, 2, 3, 9999)] == [(1, 128, 4), (1, 128, 4), (4, 64, 2), (4, 64, 2)]
     assert situ.warmup_profiles(None, None) == [{"tokens": 2}]
     monkeypatch.setitem(tuning.table(), "situ", entries[:1])
-    with pytest.raises(ValueError, match="open-ended"):
+    with pytest.raises(ValueError, match="tuning of situ has no open-ended entry: none reaches 3"):
         tuning.situ(3)

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from k3_nvidia.tuning import entries
+
 
 @cache
 def table() -> dict[str, Any]:
@@ -21,15 +23,12 @@ def table() -> dict[str, Any]:
 
 def situ(rows: int) -> dict[str, int]:
     """{"rows", "columns", "warps"} of a program: the first entry that reaches that far."""
-    for entry in table()["situ"]:
-        if entry["up_to"] is None or rows <= entry["up_to"]:
-            return {key: entry[key] for key in ("rows", "columns", "warps")}
-    raise ValueError("tuning of situ has no open-ended entry")
+    return entries.reaching(table()["situ"], rows, "situ")
 
 
 def situ_edges() -> list[int]:
     """Row counts after which the tile of SiTU is another."""
-    return [entry["up_to"] for entry in table()["situ"] if entry["up_to"] is not None]
+    return entries.edges(table()["situ"])
 
 
 def sigmoid() -> tuple[int, int]:

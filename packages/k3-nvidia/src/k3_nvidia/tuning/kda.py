@@ -15,6 +15,7 @@ from typing import Any
 
 from k3_core.operators.kda_plan import Costs
 from k3_core.operators.kda_plan import segment_length as shared_segment_length
+from k3_nvidia.tuning import entries
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -117,16 +118,13 @@ def shared_limit(device: int) -> int:
 
 def step_launch(kernel: str, programs: int, dim: int) -> dict[str, Any]:
     """Launch keywords of decode or verify for this many (row, head) pairs: the first entry that reaches that far."""
-    for entry in table()[kernel]:
-        if entry["up_to"] is None or programs <= entry["up_to"]:
-            options = {k: v for k, v in entry.items() if v is not None and k != "up_to"}
-            return options | {"BV": min(options["BV"], dim)}
-    raise ValueError(f"tuning of {kernel} has no open-ended entry")
+    options = {k: v for k, v in entries.reaching(table()[kernel], programs, kernel).items() if v is not None}
+    return options | {"BV": min(options["BV"], dim)}
 
 
 def step_rows(heads: int, most: int) -> list[int]:
     """Row counts up to `most` on each side of every boundary of the decode and verify tables: one a variant or more."""
-    edges = [entry["up_to"] // heads for name in ("decode", "verify") for entry in table()[name] if entry["up_to"]]
+    edges = [up_to // heads for name in ("decode", "verify") for up_to in entries.edges(table()[name])]
     return sorted({1, max(most, 1), *(min(max(r + d, 1), max(most, 1)) for r in edges for d in (0, 1))})
 
 
