@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import types
@@ -160,6 +162,39 @@ def test_a_number_that_no_machine_has_is_refused_at_once() -> None:
         done = CliRunner().invoke(app, args)
         assert done.exit_code == 2, args
         assert "less than or equal to" in done.output
+
+
+SEVERAL = """
+import json, sys
+from k3_core.cli import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["k3", *arguments]
+    try:
+        main()
+    except SystemExit as stopped:
+        print("status", stopped.code or 0, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [("schöne Modelle 模型", "ascii"), (b"\xff".decode("utf-8", "surrogateescape"), "utf-8")],
+    ids=["ascii", "bytes"],
+)
+def test_names_that_the_output_cannot_spell(tmp_path: Path, name: str, encoding: str) -> None:
+    folder = str(tmp_path / name)
+    plain = [["tiny", folder, "--force"], ["verify", folder], ["verify", f"{folder}-not"]]
+    commands = [*plain, *([*command, "--json"] for command in plain)]
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+    assert "Traceback" not in done.stderr + done.stdout
+    said = re.split(r"^status (\d)\n", done.stdout, flags=re.MULTILINE)
+    assert said[1::2] == ["0", "0", "1"] * 2, done.stderr
+    assert [json.loads(text)["path"] for text in said[6:-1:2]] == [command[1] for command in plain]
 
 
 def test_what_the_disk_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import typer
@@ -24,6 +25,9 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Entry point: a deliberate refusal is one line and exit status 1, not a traceback; so is what the disk refuses."""
+    for stream in (sys.stdout, sys.stderr):  # a path may hold what their encoding has not
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except K3Error as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -17,8 +18,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standar
 
 
 def emit(value: Mapping[str, Any]) -> None:
-    """Print one JSON object."""
-    print(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+    """Print one JSON object; where the output's encoding lacks a character, with escapes."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, default=str)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=1, default=str)
+    print(text)
 
 
 def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
