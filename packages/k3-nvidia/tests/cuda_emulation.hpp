@@ -25,7 +25,7 @@ static dim3_ threadIdx, blockIdx;
 #define DEVICE static inline
 #define __global__
 #define __launch_bounds__(...)
-#define SHARED(name) char *name = emulator.shared
+#define SHARED(name, alignment) char *name = emulator.shared
 
 struct Frag { unsigned x[4]; };
 
@@ -33,7 +33,7 @@ struct Meeting { unsigned given[2][32][8]; int arrived = 0; long generation = 0;
 struct Barrier { int arrived = 0; long generation = 0; };
 // An mbarrier: completed phases; of the current one, arrivals to come and bytes to come.
 struct Phases { long done = 0; int count = 0, arrivals = 0; long bytes = 0; };
-struct Copy { char *to; const void *from; int bytes; char *bar; };
+struct Copy { unsigned to; const void *from; int bytes; unsigned bar; };
 // Products that a thread has asked for, a list a group of them.
 typedef std::vector<std::vector<std::function<void()>>> Products;
 
@@ -47,8 +47,9 @@ struct Emulator {
     std::vector<const long *> waits;
     std::vector<long> turns;
     Barrier barriers[16];
-    std::map<char *, Phases> phases;
+    std::map<unsigned, Phases> phases;  // by address in shared memory
     std::vector<Copy> copies;  // asked for, not yet there
+    bool lazy = false;  // copies come when nobody can go on without them, not when they like
     std::vector<Products> products;
     bool late = false;  // products of this block read their operands when they are waited for, not when they are asked for
     char *shared = nullptr;
@@ -85,7 +86,7 @@ struct Emulator {
     void bring(size_t i) {
         const Copy c = copies[i];
         copies.erase(copies.begin() + i);
-        std::memcpy(c.to, c.from, c.bytes);
+        std::memcpy(shared + c.to, c.from, c.bytes);
         phases[c.bar].bytes -= c.bytes;
         settle(phases[c.bar]);
     }
@@ -125,7 +126,7 @@ struct Emulator {
         long idle = 0;
         int ahead = 0;
         while (left) {
-            if (!copies.empty() && random() % 256 == 0) bring(random() % copies.size());
+            if (!copies.empty() && (lazy ? idle > 4096 : random() % 256 == 0)) bring(random() % copies.size());
             // One warp runs ahead until it must wait, so that races of distant warps come up too.
             current = random() % 8 ? ahead * 32 + random() % 32 : random() % count;
             if (++idle > 1000000) break;
@@ -228,24 +229,24 @@ typedef unsigned long long u64_;
 inline int uniform(int x) { return (int)emulator.meet({(unsigned)x})[0][0]; }
 inline unsigned address(const char *shared) { return (unsigned)(shared - emulator.shared); }
 inline char *aligned(char *shared) { return shared; }
-inline void barrier_make(char *bar, int count) {
+inline void barrier_make(unsigned bar, int count) {
     emulator.phases[bar] = Phases();
     emulator.phases[bar].count = emulator.phases[bar].arrivals = count;
 }
 inline void barriers_made() {}
-inline void barrier_expect(char *bar, int bytes) {
+inline void barrier_expect(unsigned bar, int bytes) {
     Phases &p = emulator.phases.at(bar);
     p.bytes += bytes;
     p.arrivals--;
     emulator.settle(p);
 }
-inline void barrier_wait(char *bar, int parity) {
+inline void barrier_wait(unsigned bar, int parity) {
     Phases &p = emulator.phases.at(bar);
     if ((p.done & 1) == parity) emulator.await(&p.done, p.done);
 }
-inline void bulk_copy(char *to, const void *from, int bytes, char *bar) {
-    if (address(to) % 16 || (uintptr_t)from % 16 || bytes % 16) { std::fprintf(stderr, "unaligned copy\n"); std::abort(); }
-    std::memset(to, 0xff, bytes);
+inline void bulk_copy(unsigned to, const void *from, int bytes, unsigned bar) {
+    if (to % 16 || (uintptr_t)from % 16 || bytes % 16) { std::fprintf(stderr, "unaligned copy\n"); std::abort(); }
+    std::memset(emulator.shared + to, 0xff, bytes);
     emulator.copies.push_back({to, from, bytes, bar});
 }
 inline int count_one(char *counter) { int x; std::memcpy(&x, counter, 4); int y = x + 1; std::memcpy(counter, &y, 4); return x; }

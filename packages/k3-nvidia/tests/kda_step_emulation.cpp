@@ -2,9 +2,8 @@
 #define HOST_EMULATION
 #include "cuda_emulation.hpp"
 
-typedef unsigned int u32;
 #undef SHARED
-#define SHARED(name) char *name = shared_of(rank())
+#define SHARED(name, alignment) char *name = shared_of(rank())
 #define KERNEL static void
 #define sync_all block_sync
 
@@ -15,21 +14,14 @@ static int thread_index() { return emulator.current % threads_of_block; }
 static int rank() { return emulator.current / threads_of_block; }
 static char *shared_of(int block) { return emulator.shared + block * bytes_of_block; }
 static void block_sync() { emulator.arrive(1 + rank(), threads_of_block, true); }
-static void overlap() {}
 static void cluster_sync() { emulator.arrive(0, emulator.threads, true); }
 static void tell(const char *, int at, int block, float x) { std::memcpy(shared_of(block) + at, &x, 4); }
-static void bars_open(const char *, int) {}
-static void bulk_copy(const char *shared, int piece, const float *from);
-static void bulk_wait(const char *, int) {}
 
 #include SOURCE
 
-static void bulk_copy(const char *shared, int piece, const float *from) {
-    std::memcpy((char *)shared + STATE + piece * PIECE, from, PIECE);
-}
-
 extern "C" void kda_step_emulated(const Args *args, int heads, int rows, unsigned seed) {
     emulator.random.seed(seed);
+    emulator.lazy = seed % 2;
     threads_of_block = THREADS;
     bytes_of_block = (SHARED_BYTES + 127) / 128 * 128;
     for (int row = 0; row < rows; row++)

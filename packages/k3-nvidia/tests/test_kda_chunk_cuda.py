@@ -200,7 +200,7 @@ def test_prefill_is_the_contract(
 
 
 PASS_MUTANTS = [
-    ("chunks read before they came", "        barrier_wait(full + 8 * s, (n / STAGES) & 1);\n", ""),
+    ("chunks read before they came", "        barrier_wait(address(full + 8 * s), (n / STAGES) & 1);\n", ""),
     ("a stage asked for while others read it", "== 4 * GROUPS * (n / STAGES + 1) - 1", "== 4 * GROUPS * (n / STAGES)"),
     ("no decay of the state", "S[j][0] *= gamma.x;", ""),
     ("the transition of two rows swapped", "!values && row == col ?", "!values && row == (col ^ 1) ?"),

@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from importlib import resources
 from pathlib import Path
 
 import pytest
 
-from k3_nvidia.kernels import kda_chunk_cuda, kda_passes_cuda
+from k3_nvidia.kernels import cuda_host, kda_chunk_cuda, kda_passes_cuda
 from k3_nvidia.kernels.cuda_host import CudaKernel
 
 NVCC = shutil.which("nvcc")
@@ -38,7 +37,8 @@ def label(variant: tuple[CudaKernel, int, int, int]) -> str:
 @pytest.mark.parametrize("variant", VARIANTS, ids=label)
 def test_fits_the_multiprocessor(variant: tuple[CudaKernel, int, int, int], tmp_path: Path) -> None:
     kernel, blocks, stack, products = variant
-    source = resources.files("k3_nvidia.kernels.cuda").joinpath(f"{kernel.name}.cu")
+    source = tmp_path / "kernel.cu"
+    source.write_text(cuda_host.source(kernel.name))
     defined = [f"-D{k}={v}" for k, v in kernel.definitions.items()]
     command = [str(NVCC), "-arch=sm_90a", *defined, "-Xptxas", "-v", "--keep", "--keep-dir", str(tmp_path), "-cubin"]
     done = subprocess.run(

@@ -101,7 +101,8 @@ def test_any_order_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatc
 
 #: (what, text of kda_scan_bulk.cu, what replaces it).
 MUTANTS = [
-    ("transitions read before they came", "barrier_wait(shared + BARS + 8 * (n % STAGES), (n / STAGES) & 1);", ""),
+    ("transitions read before they came",
+     "barrier_wait(address(shared + BARS + 8 * (n % STAGES)), (n / STAGES) & 1);", ""),
     ("the other phase of a barrier", "(n / STAGES) & 1", "1"),
     ("a stage asked for while it is read", "n > 0 && n - 1 + STAGES < steps) ask(args, base + (n + STAGES) * step, "
      "shared, n - 1 + STAGES)", "n + STAGES < steps) ask(args, base + (n + STAGES + 1) * step, shared, n + STAGES)"),

@@ -28,13 +28,19 @@ HERE = Path(__file__).parent
 FORMS = [(4, 4, 0), (4, 8, 0), (2, 8, 0), (1, 8, 1), (1, 16, 0), (2, 4, 1)]
 
 
-def emulated(split: int, warps: int, bulk: int, folder: Path, **definitions: int) -> ctypes.CDLL:
+def emulated(
+    split: int, warps: int, bulk: int, folder: Path, edit: tuple[str, str] = ("", ""), **definitions: int
+) -> ctypes.CDLL:
+    """The source as a library; edit: a text of it and what replaces that."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     library = folder / f"decode{len(list(folder.iterdir()))}.so"  # a name is loaded once
+    source = cuda_host.source("kda_step")
+    assert not edit[0] or source.count(edit[0]) == 1, edit
+    path = library.with_suffix(".cu")
+    path.write_text(source.replace(*edit) if edit[0] else source)
     flags = {"SPLIT": split, "WARPS": warps, "BULK": bulk, **definitions}
-    path = Path(cuda_host.__file__).parent / "cuda" / "kda_step.cu"
     subprocess.run(
         [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-w", *(f"-D{k}={v}" for k, v in flags.items()),
          f'-DSOURCE="{path}"', f"-I{HERE}", str(HERE / "kda_step_emulation.cpp"), "-o", str(library)],
@@ -98,6 +104,28 @@ def test_source_computes_the_contract(form, tmp_path):
         assert torch.equal(case["recurrent_state"][[0, 2, 4, 6, 7]], expected["recurrent_state"][[0, 2, 4, 6, 7]])
         assert (got[[1, 3]] == 0).all()
         assert error(got, want) < 4e-3
+
+
+#: (what, text of kda_step.cu, what replaces it).
+BULK_MUTANTS = [
+    ("the state read before it came", "if (BULK) barrier_wait(bars + 8 * g, 0);", ""),
+    ("one barrier waited for by every piece", "barrier_wait(bars + 8 * g, 0)", "barrier_wait(bars, 0)"),
+    ("every piece in the place of the first", "address(shared) + STATE + g * PIECE", "address(shared) + STATE"),
+]
+
+
+@pytest.mark.parametrize(("what", "old", "new"), BULK_MUTANTS, ids=[m[0] for m in BULK_MUTANTS])
+def test_mutants_of_the_bulk_copies_are_caught(what, old, new, tmp_path):
+    """Copies arrive when they like, or (odd seeds) when nobody can go on without them."""
+    library = emulated(2, 4, 1, tmp_path, (old, new))
+    for seed in range(3):
+        case = inputs(2, [3, 0, 5, -1, 1])
+        expected = {k: v.clone() for k, v in case.items()}
+        operators.kda_decode(**expected, lower_bound=-5.0, o_norm_eps=1e-5)
+        run(library, case, -5.0, seed)
+        if not error(case["recurrent_state"], expected["recurrent_state"]) < 1e-4:
+            return
+    raise AssertionError(what)
 
 
 VERIFY_FORMS = [(4, 4, 0), (4, 8, 0), (2, 8, 0), (1, 16, 0)]

@@ -134,6 +134,30 @@ class Nvrtc:
         return f"{arch} {sorted(definitions.items())} {hash(text)}".encode()
 
 
+SOURCES = sorted((Path(cuda_host.__file__).parent / "cuda").glob("*.cu"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_a_source_is_one_text_with_its_header(path: Path) -> None:
+    """NVRTC is given no other file, and the key of the cache covers all; every line has the number of its file."""
+    lines: dict[str, dict[int, str]] = {}
+    name, number = path.name, 0
+    for line in cuda_host.source(path.stem).splitlines():
+        if line.startswith("#line"):
+            _, at, name = line.split()
+            name, number = name.strip('"'), int(at) - 1
+            continue
+        number += 1
+        lines.setdefault(name, {})[number] = line
+    assert sorted(lines) == ["device.cuh", path.name]
+    for file, found in lines.items():
+        own = (path.parent / file).read_text().splitlines()
+        assert [n for n, text in enumerate(own, 1) if text != found.get(n)] == (
+            [own.index('#include "device.cuh"') + 1] if file == path.name else []
+        )
+    assert not [line for part in lines.values() for line in part.values() if line.startswith("#include")]
+
+
 def kernel(**definitions: int) -> cuda_host.CudaKernel:
     return cuda_host.CudaKernel("kda_chunk", "kda_chunk_cuda", 128, 0, **definitions)
 

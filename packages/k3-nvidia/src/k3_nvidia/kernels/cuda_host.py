@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -22,6 +23,7 @@ from k3_core.operators import compiling, disk_cache
 OPTIONS = ("--std=c++17",)  # of every compilation
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 class _Value(ctypes.Union):
@@ -91,8 +93,19 @@ def _check(code: int, what: str) -> None:
 
 
 def source(name: str) -> str:
-    """Text of kernels/cuda/<name>.cu."""
-    return resources.files("k3_nvidia.kernels.cuda").joinpath(f"{name}.cu").read_text(encoding="utf-8")
+    """Text of kernels/cuda/<name>.cu with what it includes from that folder in its place.
+
+    One text, so the key of the disk cache covers the headers; lines keep the numbers of their files in a log.
+    """
+    folder = resources.files("k3_nvidia.kernels.cuda")
+    own = folder.joinpath(f"{name}.cu").read_text(encoding="utf-8")
+
+    def placed(found: re.Match[str]) -> str:
+        header = folder.joinpath(found[1]).read_text(encoding="utf-8")
+        after = own.count("\n", 0, found.end()) + 2
+        return f'#line 1 "{found[1]}"\n{header}#line {after} "{name}.cu"'
+
+    return INCLUDE.sub(placed, own)
 
 
 def compile_source(text: str, arch: str, definitions: dict[str, int]) -> bytes:

@@ -19,9 +19,7 @@
 #define TILED 0
 #endif
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
+#include "device.cuh"
 
 struct Args {
     const u16 *q, *k, *v, *z;
@@ -35,17 +33,10 @@ struct Args {
 };
 
 #ifndef HOST_EMULATION
-#define DEVICE static __device__ __forceinline__
-#define SHARED(name) extern __shared__ __align__(128) char name[]
 struct Frag { u32 x[4]; };
 
-DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEVICE float rsq(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-DEVICE float as_float(u32 x) { return __uint_as_float(x); }
-// Two values rounded to one word, the first in the low half.
-DEVICE u32 pack_bf16(float a, float b) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a)); return y; }
 DEVICE u32 pack_f16(float a, float b) { u32 y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a)); return y; }
 DEVICE uint4 load16(const void *p, bool inside) {
     uint4 y = make_uint4(0, 0, 0, 0);
@@ -53,22 +44,13 @@ DEVICE uint4 load16(const void *p, bool inside) {
     return y;
 }
 DEVICE void copy16(char *shared, int at, const void *p, bool inside) {
-    u32 to = (u32)__cvta_generic_to_shared(shared) + at;
+    u32 to = address(shared) + at;
     int bytes = inside ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(p), "r"(bytes) : "memory");
 }
 DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE float shift_rows(float x, int lanes) { return __shfl_up_sync(0xffffffffu, x, lanes); }
-DEVICE float swap_lanes(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-DEVICE void sync_all() { __syncthreads(); }
-// A launch that overlaps this one may start, up to its own wait.
-DEVICE void grid_next() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 DEVICE void arrive(int barrier, int threads) {
     __threadfence_block();
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -83,16 +65,10 @@ DEVICE void await(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::
     }
 MMA(mma_bf16, "bf16")
 MMA(mma_f16, "f16")
-// Lane (g, t) gets elements [2t, 2t + 1][g] of the 8 x 8 matrix whose row g, columns 2t, 2t + 1 it gives.
-DEVICE u32 transpose8(u32 x) {
-    u32 y;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
 // Four transposed 8 x 8 matrices; lanes 8i .. 8i + 7 give the addresses of the rows of matrix i.
 DEVICE Frag load_transposed(const char *shared, int at) {
     Frag y;
-    u32 from = (u32)__cvta_generic_to_shared(shared) + at;
+    u32 from = address(shared) + at;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3])
                  : "r"(from)
@@ -101,15 +77,12 @@ DEVICE Frag load_transposed(const char *shared, int at) {
 }
 #endif
 
-#define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 
 // SUMS: own-lane slots, first k and q, then S, then V as rows; KST: first z in own-lane slots.
 enum { SUMS = 0, VAL = 0, KST = 32768, KUP = 49152, TOTAL = 57344, OFFSET = 59392, HALF1 = 61440, HALF2 = 61952,
        END = 62464, BIAS = 62976, BETA = 63488, EXCHANGE = 63744, SHARED_BYTES = 66816 };
 
-DEVICE float low(u32 x) { return as_float(x << 16); }
-DEVICE float high(u32 x) { return as_float(x & 0xffff0000u); }
 DEVICE int swizzle(int token) { int g = token >> 1 & 7; return (g & 1) << 2 | g >> 1; }
 // Where a lane's eight channels of row r of W, Qg or Kg go. Tiled: [2][64][64], halves of the channels, rows in fragment
 // order (16 w + 8 r + g), their 16-byte pieces permuted by the row's number.
@@ -247,7 +220,7 @@ DEVICE void invert64(char *shared, float (*m)[2][4], float (*inverse)[2][4], int
 }
 
 extern "C" __global__ void __launch_bounds__(128, BLOCKS) kda_chunk_cuda(const Args args) {
-    SHARED(shared);
+    SHARED(shared, 128);
     const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int head = blockIdx.x, index = blockIdx.y;
     grid_next();

@@ -19,10 +19,7 @@
 #define STATE_BF16 0
 #endif
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "device.cuh"
 
 struct PassArgs {
     const u16 *w, *u, *qg, *kg, *a;
@@ -38,54 +35,11 @@ struct PassArgs {
 };
 
 #ifndef HOST_EMULATION
-#define DEVICE static __device__ __forceinline__
-#define SHARED(name) extern __shared__ __align__(1024) char name[]
-
-DEVICE float as_float(u32 x) { return __uint_as_float(x); }
-DEVICE u32 pack_bf16(float a, float b) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a)); return y; }
-DEVICE u32 transpose8(u32 x) {
-    u32 y;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
-DEVICE u32 address(const char *shared) { return (u32)__cvta_generic_to_shared(shared); }
-DEVICE char *aligned(char *shared) { return shared + (1024 - address(shared) % 1024) % 1024; }
-DEVICE void barrier_make(char *bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(bar)), "r"(count) : "memory");
-}
-DEVICE void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE void barrier_expect(char *bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(bar)), "r"(bytes) : "memory");
-}
 // The value before an addition in shared memory; what this warp read before is read.
 DEVICE int count_one(char *counter) {
     __threadfence_block();
     return atomicAdd((int *)counter, 1);
 }
-DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-DEVICE void barrier_wait(char *bar, int parity) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@!p bra again; }" ::"r"(address(bar)), "r"(parity) : "memory");
-}
-// Bytes from memory to shared memory; the barrier counts them.
-DEVICE void bulk_copy(char *to, const void *from, int bytes, char *bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
-                 "l"(from), "r"(bytes), "r"(address(bar)) : "memory");
-}
-DEVICE void sync_all() { __syncthreads(); }
-// The kernel before has ended, and what it wrote is there; the one after may start, up to its own wait.
-DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE void grid_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// The registers of a product are the tensor core's from products_begin to products_end; `pinned` keeps the compiler from moving
-// their other uses across.
-DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> DEVICE void products_end() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-DEVICE void pinned(float &x) { asm volatile("" : "+f"(x)::"memory"); }
-DEVICE void pinned(u32 &x) { asm volatile("" : "+r"(x)::"memory"); }
-#define R4(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 // c [64, 64] += a [64, 16] b [16, 64], b in shared memory with rows of n, 64 k each.
 DEVICE void product64(float (*c)[4], const u32 *a, u64 b) {
     asm volatile(
@@ -108,19 +62,11 @@ DEVICE void product128(float (*c)[4], const u32 *a, u64 b) {
 }
 #endif
 
-#define UNROLL _Pragma("unroll")
-
 // One stage of shared memory; a tile of W, Kg, Qg is [2][64][64]: halves of the channels, rows of 128 bytes.
 enum { W_AT = 0, KG_AT = 16384, QG_AT = 32768, A_AT = 49152, GAMMA_AT = OUTPUT ? 57344 : 32768,
        STAGE = OUTPUT ? 58368 : 33792, BYTES = OUTPUT ? 57856 : 33280, BARS = STAGES * STAGE,
        PASS_SHARED = BARS + 16 * STAGES + 1024 };
 
-DEVICE float low(u32 x) { return as_float(x << 16); }
-DEVICE float high(u32 x) { return as_float(x & 0xffff0000u); }
-// Descriptor of an operand with 128-byte swizzle: groups of eight rows 1024 bytes apart, tiles of 64 columns 8192 apart.
-DEVICE u64 operand_at(const char *shared, int at) {
-    return (u64)((address(shared) + at) >> 4 & 0x3fff) | (u64)(8192 >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
 // Rows r and r + 8 of accumulator tiles 2s, 2s + 1 -> the left operand of step s.
 DEVICE void left(float (*c)[4], int s, u32 *a) {
     a[0] = pack_bf16(c[2 * s][0], c[2 * s][1]);
@@ -128,7 +74,6 @@ DEVICE void left(float (*c)[4], int s, u32 *a) {
     a[2] = pack_bf16(c[2 * s + 1][0], c[2 * s + 1][1]);
     a[3] = pack_bf16(c[2 * s + 1][2], c[2 * s + 1][3]);
 }
-template <int N> DEVICE void pin(float (*c)[4]) { UNROLL for (int i = 0; i < 4 * N; i++) pinned(c[i / 4][i % 4]); }
 template <int N> DEVICE void pin(u32 *a) { UNROLL for (int i = 0; i < N; i++) pinned(a[i]); }
 
 // Two words of two values each -> (x0, y0), (x1, y1).
@@ -146,17 +91,18 @@ DEVICE void pair(const float *from, int row, int col, float *to) {
 // Asks for the operands of a chunk of the segment.
 DEVICE void ask(const PassArgs &args, i64 place, char *shared, int n) {
     const i64 at = place + (i64)n * args.heads;
-    char *stage = shared + n % STAGES * STAGE, *bar = shared + BARS + 8 * (n % STAGES);
+    char *stage = shared + n % STAGES * STAGE;
+    const u32 bar = address(shared + BARS + 8 * (n % STAGES));
     barrier_expect(bar, BYTES);
-    bulk_copy(stage + W_AT, args.w + at * 8192, 16384, bar);
-    if (OUTPUT) bulk_copy(stage + QG_AT, args.qg + at * 8192, 16384, bar);
-    bulk_copy(stage + KG_AT, args.kg + at * 8192, 16384, bar);
-    if (OUTPUT) bulk_copy(stage + A_AT, args.a + at * 4096, 8192, bar);
-    bulk_copy(stage + GAMMA_AT, args.gamma + at * 128, 512, bar);
+    bulk_copy(address(stage + W_AT), args.w + at * 8192, 16384, bar);
+    if (OUTPUT) bulk_copy(address(stage + QG_AT), args.qg + at * 8192, 16384, bar);
+    bulk_copy(address(stage + KG_AT), args.kg + at * 8192, 16384, bar);
+    if (OUTPUT) bulk_copy(address(stage + A_AT), args.a + at * 4096, 8192, bar);
+    bulk_copy(address(stage + GAMMA_AT), args.gamma + at * 128, 512, bar);
 }
 
 extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(const PassArgs args) {
-    SHARED(raw);
+    SHARED(raw, 1024);
     char *shared = aligned(raw);
     char *full = shared + BARS, *left_by = full + 8 * STAGES;
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
@@ -171,10 +117,11 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_make(full + 8 * s, 1);
+            barrier_make(address(full + 8 * s), 1);
             *(int *)(left_by + 8 * s) = 0;
         }
         barriers_made();
+        stores_done();
     }
     sync_all();
     // A launch of the output pass that overlaps the one before it follows the local pass, so the chunk kernel has ended
@@ -247,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
         }
         u_at += (i64)args.heads * 1024;
         if (values && n + 1 < chunks) UNROLL for (int w = 0; w < 4; w++) u[w] = u_at[w * 32];
-        barrier_wait(full + 8 * s, (n / STAGES) & 1);
+        barrier_wait(address(full + 8 * s), (n / STAGES) & 1);
         UNROLL for (int j = 0; j < 16; j++) {
             const float2 gamma = *(const float2 *)(stage + GAMMA_AT + (8 * j + 2 * t) * 4);
             S[j][0] *= gamma.x;
@@ -259,12 +206,12 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
         pin<8>(fresh);
         UNROLL for (int k = 0; k < 8; k++) pin<4>(a[k]);
         products_begin();
-        UNROLL for (int k = 0; k < 8; k++) product64(fresh, a[k], operand_at(stage, W_AT + k / 4 * 8192 + k % 4 * 32));
+        UNROLL for (int k = 0; k < 8; k++) product64(fresh, a[k], operand_at(stage, W_AT + k / 4 * 8192 + k % 4 * 32, 8192));
         products_commit();
         if (OUTPUT) {
             pin<8>(o);
             products_begin();
-            UNROLL for (int k = 0; k < 8; k++) product64(o, a[k], operand_at(stage, QG_AT + k / 4 * 8192 + k % 4 * 32));
+            UNROLL for (int k = 0; k < 8; k++) product64(o, a[k], operand_at(stage, QG_AT + k / 4 * 8192 + k % 4 * 32, 8192));
             products_commit();
         }
         if (OUTPUT) products_end<1>();
@@ -274,8 +221,8 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128, 1) kda_pass_cuda(cons
         pin<16>(S);
         UNROLL for (int k = 0; k < 4; k++) pin<4>(b[k]);
         products_begin();
-        UNROLL for (int k = 0; k < 4; k++) product128(S, b[k], operand_at(stage, KG_AT + k * 2048));
-        if (OUTPUT) UNROLL for (int k = 0; k < 4; k++) product64(o, b[k], operand_at(stage, A_AT + k * 32));
+        UNROLL for (int k = 0; k < 4; k++) product128(S, b[k], operand_at(stage, KG_AT + k * 2048, 8192));
+        if (OUTPUT) UNROLL for (int k = 0; k < 4; k++) product64(o, b[k], operand_at(stage, A_AT + k * 32, 8192));
         products_commit();
         products_end<0>();
         pin<16>(S);

@@ -16,10 +16,7 @@
 #define STAGES 3
 #endif
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "device.cuh"
 
 struct ScanArgs {
     float *start;
@@ -29,42 +26,6 @@ struct ScanArgs {
 };
 
 #ifndef HOST_EMULATION
-#define DEVICE static __device__ __forceinline__
-#define SHARED(name) extern __shared__ __align__(1024) char name[]
-
-DEVICE float as_float(u32 x) { return __uint_as_float(x); }
-DEVICE u32 pack_bf16(float a, float b) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a)); return y; }
-DEVICE u32 address(const char *shared) { return (u32)__cvta_generic_to_shared(shared); }
-DEVICE char *aligned(char *shared) { return shared + (1024 - address(shared) % 1024) % 1024; }
-DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-DEVICE void barrier_make(char *bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(bar)), "r"(count) : "memory");
-}
-DEVICE void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE void barrier_expect(char *bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(bar)), "r"(bytes) : "memory");
-}
-DEVICE void barrier_wait(char *bar, int parity) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@!p bra again; }" ::"r"(address(bar)), "r"(parity) : "memory");
-}
-DEVICE void bulk_copy(char *to, const void *from, int bytes, char *bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
-                 "l"(from), "r"(bytes), "r"(address(bar)) : "memory");
-}
-DEVICE void sync_all() { __syncthreads(); }
-DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE void grid_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// What this thread stored to shared memory, products may read behind the next barrier.
-DEVICE void stores_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> DEVICE void products_end() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-DEVICE void pinned(float &x) { asm volatile("" : "+f"(x)::"memory"); }
-#define R4(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define R16(c, i) R4(c, i), R4(c, i + 1), R4(c, i + 2), R4(c, i + 3)
 #define BEGIN "{ .reg .pred p; setp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned."
 // c [64, N] += a [64, 16] b [16, N], both in shared memory with rows of 64 k.
 template <int N> DEVICE void product(float (*c)[4], u64 a, u64 b) {
@@ -82,26 +43,18 @@ template <int N> DEVICE void product(float (*c)[4], u64 a, u64 b) {
 }
 #endif
 
-#define UNROLL _Pragma("unroll")
-
 // A stage: hi and lo of P, each [2][128][64]: halves of the channels, rows of 128 bytes (a column of P) with the 128-byte swizzle.
 // A buffer of S: [2][2 ROWS][64], rows hi, then rows lo.
 enum { TILES_OF_ROWS = ROWS / 8, TERM = 32768, STAGE = 2 * TERM, HALF = ROWS * 256, BUFFER = 2 * HALF,
        STATES = STAGES * STAGE, BARS = STATES + 2 * BUFFER, SCAN_SHARED = BARS + 8 * STAGES + 1024 };
 
-DEVICE float low(u32 x) { return as_float(x << 16); }
-DEVICE float high(u32 x) { return as_float(x & 0xffff0000u); }
-// Descriptor of an operand with 128-byte swizzle: groups of eight rows 1024 bytes apart.
-DEVICE u64 operand_at(const char *shared, int at) {
-    return (u64)((address(shared) + at) >> 4 & 0x3fff) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
 DEVICE void ask(const ScanArgs &args, i64 at, char *shared, int n) {
-    char *stage = shared + n % STAGES * STAGE, *bar = shared + BARS + 8 * (n % STAGES);
+    char *stage = shared + n % STAGES * STAGE;
+    const u32 bar = address(shared + BARS + 8 * (n % STAGES));
     barrier_expect(bar, STAGE);
-    bulk_copy(stage, args.hi + at, TERM, bar);
-    bulk_copy(stage + TERM, args.lo + at, TERM, bar);
+    bulk_copy(address(stage), args.hi + at, TERM, bar);
+    bulk_copy(address(stage + TERM), args.lo + at, TERM, bar);
 }
-template <int N> DEVICE void pin(float (*c)[4]) { UNROLL for (int i = 0; i < 4 * N; i++) pinned(c[i / 4][i % 4]); }
 // Tiles of this lane: c[tile][e] row 8 tile + 2 t + e, column c; c[tile][2 + e] the same row, column c + 8.
 DEVICE void load(const float *from, float (*c)[4]) {
     UNROLL for (int i = 0; i < 4 * TILES_OF_ROWS; i++) c[i / 4][i % 4] = from[(i / 4 * 8 + i % 2) * 128 + i % 4 / 2 * 8];
@@ -111,7 +64,7 @@ DEVICE void store(float *to, float (*c)[4]) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1) kda_scan_bulk_cuda(const ScanArgs args) {
-    SHARED(raw);
+    SHARED(raw, 1024);
     char *shared = aligned(raw);
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
     const int first = args.scan[blockIdx.z * 2], steps = args.scan[blockIdx.z * 2 + 1] - 2;
@@ -120,8 +73,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) kda_scan_bulk_cuda(const Sc
     float *const mine = args.start + base + (blockIdx.x * ROWS + 2 * t) * 128 + warp * 16 + g;
 
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) barrier_make(shared + BARS + 8 * s, 1);
+        for (int s = 0; s < STAGES; s++) barrier_make(address(shared + BARS + 8 * s), 1);
         barriers_made();
+        stores_done();
     }
     sync_all();
     grid_wait();
@@ -149,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) kda_scan_bulk_cuda(const Sc
         float c[2 * TILES_OF_ROWS][4], rest[TILES_OF_ROWS][4];
         UNROLL for (int i = 0; i < 8 * TILES_OF_ROWS; i++) c[i / 4][i % 4] = 0.0f;
         UNROLL for (int i = 0; i < 4 * TILES_OF_ROWS; i++) rest[i / 4][i % 4] = 0.0f;
-        barrier_wait(shared + BARS + 8 * (n % STAGES), (n / STAGES) & 1);
+        barrier_wait(address(shared + BARS + 8 * (n % STAGES)), (n / STAGES) & 1);
         pin<2 * TILES_OF_ROWS>(c);
         pin<TILES_OF_ROWS>(rest);
         products_begin();

@@ -41,13 +41,11 @@
 #define PDL 0
 #endif
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
-
 #ifndef ENTRY
 #define ENTRY kda_step_cuda
 #endif
+
+#include "device.cuh"
 
 struct Args {
     const u16 *qkv, *z;
@@ -75,53 +73,22 @@ enum { MIX = 0, OUT = TOKENS * 2048, SCALARS = OUT + TOKENS * 512, SUMS = SCALAR
        SHARED_BYTES = STATE + BULK * BR * D * 4 };
 
 #ifndef HOST_EMULATION
-#define DEVICE static __device__ __forceinline__
 #define KERNEL extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS, BLOCKS)
-#define SHARED(name) extern __shared__ __align__(128) char name[]
-DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEVICE float rsq(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 round_bf16(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
 DEVICE float natural_log(float x) { return logf(x); }
-DEVICE float swap_lanes(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-DEVICE void sync_all() { __syncthreads(); }
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE int rank() { return SPLIT == 1 ? 0 : blockIdx.x; }
-DEVICE u32 shared_address(const char *shared, int at) { return (u32)__cvta_generic_to_shared(shared) + at; }
-// The next kernel may be launched, and all before this one is complete.
-DEVICE void overlap() {
-    if (PDL) asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
-}
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 DEVICE void tell(const char *shared, int at, int block, float x) {
     u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared, at)), "r"(block));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(shared) + at), "r"(block));
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
-}
-DEVICE void bars_open(const char *shared, int count) {
-    for (int n = 0; n < count; n++)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(shared, BARS + 8 * n)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-DEVICE void bulk_copy(const char *shared, int piece, const float *from) {
-    u32 bar = shared_address(shared, BARS + 8 * piece), to = shared_address(shared, STATE + piece * PIECE);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"((u32)PIECE) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"((u32)PIECE), "r"(bar)
-                 : "memory");
-}
-DEVICE void bulk_wait(const char *shared, int piece) {
-    asm volatile("{\n.reg .pred done;\nagain:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra again;\n}" ::"r"(
-                     shared_address(shared, BARS + 8 * piece))
-                 : "memory");
 }
 #endif
 
 #define SCALE 0.08838834764831845f  // 128 to the -1/2
-#define UNROLL _Pragma("unroll")
 
 DEVICE float from_half(u16 x) { return as_float((u32)x << 16); }
 // As kda_math.sigmoid, softplus and gate_log2.
@@ -143,17 +110,19 @@ DEVICE float sum8(float x) {
 DEVICE float dot4(float4 a, float4 b, float c) { return a.w * b.w + (a.z * b.z + (a.y * b.y + (a.x * b.x + c))); }
 
 DEVICE i64 slot_at(const Args &a, i64 at) { return WIDE_SLOTS ? ((const i64 *)a.slot)[at] : ((const int *)a.slot)[at]; }
-DEVICE float low(u32 x) { return as_float(x << 16); }
-DEVICE float high(u32 x) { return as_float(x & 0xffff0000u); }
 DEVICE u32 pair_of(u16 a, u16 b) { return (u32)a | (u32)b << 16; }
 
 KERNEL ENTRY(const Args a) {
-    SHARED(shared);
+    SHARED(shared, 128);
     float *mix = (float *)(shared + MIX), *o_rows = (float *)(shared + OUT), *scalars = (float *)(shared + SCALARS);
     const int t = thread_index(), lane = t % 32, warp = t / 32, sub = lane % 8, quad = lane / 8, block = rank();
     const int head = blockIdx.y, own = block * BR;
     const i64 row = blockIdx.z;
-    overlap();
+    const u32 bars = address(shared) + BARS;
+    if (PDL) {
+        grid_wait();
+        grid_next();
+    }
     const i64 slot = slot_at(a, row * a.slot_stride);
     // Two channels of q, k, v or z a pair.
     float4 w[PAIRS][2];
@@ -196,8 +165,12 @@ KERNEL ENTRY(const Args a) {
     float4 S[GROUPS][4];
     if (BULK) {
         if (t == 0) {
-            bars_open(shared, GROUPS);
-            for (int g = 0; g < GROUPS; g++) bulk_copy(shared, g, from + g * (PIECE / 4));
+            for (int g = 0; g < GROUPS; g++) barrier_make(bars + 8 * g, 1);
+            barriers_made();
+            for (int g = 0; g < GROUPS; g++) {
+                barrier_expect(bars + 8 * g, PIECE);
+                bulk_copy(address(shared) + STATE + g * PIECE, from + g * (PIECE / 4), PIECE, bars + 8 * g);
+            }
         }
     } else {
         UNROLL for (int g = 0; g < GROUPS; g++) UNROLL for (int i = 0; i < 4; i++)
@@ -313,7 +286,7 @@ KERNEL ENTRY(const Args a) {
         UNROLL for (int g = 0; g < GROUPS; g++) {
             const int r = (g * WARPS + warp) * 4 + quad;
             float along_k = 0.0f, along_q = 0.0f;
-            if (BULK) bulk_wait(shared, g);
+            if (BULK) barrier_wait(bars + 8 * g, 0);
             UNROLL for (int i = 0; i < 4; i++) {
                 float4 &s = S[g][i];
                 if (BULK) s = *(const float4 *)(shared + STATE + (r * D + 4 * sub + 32 * i) * 4);
