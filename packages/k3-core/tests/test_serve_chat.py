@@ -321,6 +321,25 @@ REFUSED = [
     ({"messages": ASK, "extra_body": {"chat_template_kwargs": {"colour": "red"}}}, "colour"),
     ({"messages": ASK, "extra_body": {"chat_template_kwargs": {"tools": 5}}}, "tools must be a list"),
     ({"messages": ASK, "extra_body": {"structured_outputs": {"grammar": "no grammar"}}}, "neither EBNF .* nor Lark"),
+    (
+        {"messages": ASK, "response_format": {**FORMAT, "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
+        "no finite",
+    ),
+    (
+        {
+            "messages": ASK,
+            "tools": [
+                {
+                    **TOOL,
+                    "function": {
+                        **TOOL["function"],
+                        "parameters": {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}},
+                    },
+                }
+            ],
+        },
+        "strict tool look: no finite value",
+    ),
     ({"messages": ASK, "extra_body": {"chat_template_kwargs": {"image_prompts": ["x"]}}}, "image_prompts"),
 ]
 

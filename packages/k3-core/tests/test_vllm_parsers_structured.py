@@ -309,3 +309,20 @@ def test_without_a_reasoning_parser_the_tag_covers_the_reasoning(composed: Any) 
     assert json.loads(asked.structured_outputs.structural_tag) == json.loads(
         reply_tag(Wish(body=structured._json(ANSWER), covers_think=True), K3)
     )
+
+
+def test_a_schema_without_an_end_is_refused_before_the_engine_has_it() -> None:
+    """Its grammar offers no token, and the request would end with an error of the server."""
+    loop = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}
+    with pytest.raises(ChatError, match="no finite value fits the schema at #/properties/a"):
+        structured.body_format(StructuredOutputsParams(json=loop))
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": loop}}
+    with pytest.raises(ChatError, match="strict tool f: no finite value"):
+        reply_tag(Wish(tools=[tool], choice="auto"), TOKENIZER.k3)
+    reply_tag(Wish(tools=[{**tool, "function": {**tool["function"], "strict": False}}], choice="auto"), TOKENIZER.k3)
+
+
+@pytest.mark.parametrize("text", ["no grammar", "start: ("])
+def test_a_grammar_that_cannot_be_read_is_the_clients_error(text: str) -> None:
+    with pytest.raises(ChatError, match="neither EBNF"):
+        structured.body_format(StructuredOutputsParams(grammar=text))

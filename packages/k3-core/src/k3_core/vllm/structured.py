@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from k3_core.chat import K3Tokenizer, protocol
+from k3_core.chat.finite import check_finite
 from k3_core.chat.options import function_name
 from k3_core.errors import ChatError
 
@@ -135,6 +136,8 @@ class _Tags:
         strict = wish.strict == "all" or function.get("strict") is True
         head = f'{protocol.TAG_CALL} {protocol.ATTR_TOOL}="{_attribute(str(function["name"]))}" {protocol.ATTR_INDEX}="'
         index = _regex("[1-9][0-9]{0,2}") if wish.parallel and wish.choice in ("auto", "required") else _text("1")
+        if strict:
+            check_finite(function.get("parameters"), f"parameters of the strict tool {function['name']}")
         arguments = self._arguments(function.get("parameters")) if strict else [self._free_arguments()]
         return _sequence(
             self._open, _text(head), index, _text('"'), self._sep, *arguments, self.close(protocol.TAG_CALL)
@@ -281,13 +284,17 @@ def _is_anchored(pattern: str) -> bool:
 
 # --- requests -------------------------------------------------------------------------------------------------------
 def body_format(params: Any) -> Format | None:
-    """Format of the content for vLLM's ``StructuredOutputsParams``; None where they ask for nothing."""
+    """Format of the content for vLLM's ``StructuredOutputsParams``; None where they ask for nothing.
+
+    Raises ChatError (400) for a JSON schema that no finite value fits.
+    """
     if params is None:
         return None
     if params.json_object:
         return _json({"type": "object"})
     if params.json is not None:
         schema = json.loads(params.json) if isinstance(params.json, str) else params.json
+        check_finite(schema, "the JSON schema of the answer")
         return _json(schema)
     if params.regex is not None:
         return _regex(params.regex)
