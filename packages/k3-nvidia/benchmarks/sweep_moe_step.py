@@ -6,8 +6,8 @@ each behind a norm, one after the other: what a step runs of them, with weights 
 replays of their CUDA graphs alternating (long prompts eagerly, as vLLM runs them).
 
 <out>/moe_step.json has microseconds a layer by token count and schedule; <out>/tuning_moe_step.json is the table with
-what won at this shape, to be copied over ``k3_nvidia/tuning/moe_step.json``. One stream stays where nothing gains
-GAIN or more.
+what won at this shape, to be copied over ``k3_nvidia/tuning/moe_step.json``; <out>/moe_step_<shape>.override is the
+same for ``K3_MOE_STEP``. One stream stays where nothing gains GAIN or more.
 """
 
 from __future__ import annotations
@@ -144,6 +144,11 @@ def table_of(rows: Sequence[Mapping[str, Any]], width: int, device: str, version
     return data
 
 
+def override_of(found: Sequence[Mapping[str, Any]]) -> str:
+    """The entries as ``K3_MOE_STEP`` takes them: an engine can be timed with them before the table is shipped."""
+    return ",".join(f"{entry['up_to']}:{entry['schedule']}" for entry in found)
+
+
 def run(out: Path, shape: str, seconds: float) -> None:
     """Rows ``<shape> T<tokens>``, as many as begin within ``seconds``; then the table."""
     began = time.monotonic()
@@ -162,6 +167,7 @@ def run(out: Path, shape: str, seconds: float) -> None:
     versions = f"torch {torch.__version__}, triton {results.record['triton']}, vllm {results.record['vllm']}"
     table = table_of(rows, moes[0].width, results.record["device"], versions)
     (out / "tuning_moe_step.json").write_text(json.dumps(table, indent=2) + "\n")
+    (out / f"moe_step_{shape}.override").write_text(override_of(entries(rows)) + "\n")
     print(json.dumps(entries(rows)), flush=True)
 
 

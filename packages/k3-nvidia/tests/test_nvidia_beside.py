@@ -330,6 +330,9 @@ def test_the_sweep_keeps_one_stream_unless_another_gains(monkeypatch: pytest.Mon
         {"up_to": 128, "schedule": "split+shared"},
     ]
     assert sweep.entries(rows) == want
+    assert moe_step.override(sweep.override_of(want)) == tuple(
+        (e["up_to"], moe_step.parse(e["schedule"])) for e in want
+    )
     table = sweep.table_of(rows, 192, "a device", "versions")
     monkeypatch.setattr(moe_step, "table", lambda: table)
     found = moe_step.schedules("a device", 192)
