@@ -174,6 +174,7 @@ def test_the_experts_last_product_adds_the_shared_result(nvidia_tiny: Path, monk
     with our_model(), groups(Group(), Group()):
         model = build(settle(nvidia_tiny), CheckpointReader(nvidia_tiny).config).to(torch.bfloat16)
     finish = finishes(model)[0]
+    finish.up.weight.data.normal_()
     n, k = finish.up.weight.shape
     rows = [{"m": 4, "n": n, "k": k, "best": [{"kernel": "triton", "config": DOT}]}]
     monkeypatch.setattr(tuning, "table", lambda: {"devices": {"a GPU": {"rows": rows}}})
@@ -209,7 +210,7 @@ def test_the_layers_of_a_model_take_the_hook(nvidia_tiny: Path, monkeypatch: pyt
     }  # fmt: skip
     monkeypatch.setenv("K3_FEW_ROWS", "1")
     layer = next(module for module in few_rows._linears(model) if names[id(module)].endswith("in_proj"))
-    layer.weight.data.normal_()  # nothing was loaded: memory that was used before may hold NaN
+    layer.weight.data.normal_()  # nothing was loaded
     n, k = layer.weight.shape
     rows = [{"m": 4, "n": n, "k": k, "best": [{"kernel": "triton", "config": DOT}]}]
     monkeypatch.setattr(tuning, "table", lambda: {"devices": {"a GPU": {"rows": rows}}})

@@ -112,12 +112,26 @@ def groups(tp: Group, pp: Group) -> Iterator[None]:
         parallel_state._TP, parallel_state._PP = before
 
 
+@contextmanager
+def nothing_left_over() -> Iterator[None]:
+    """Within it memory that a tensor is made of without values is NaN, not what an earlier test left there."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
 def build(vendor: Vendor, vllm_config: Any, config: Any) -> Any:
-    """The text model of the rank and stage that the current groups say, not loaded."""
+    """The text model of the rank and stage that the current groups say, not loaded: its weights are NaN."""
     from vllm.config import set_current_vllm_config
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    with set_current_vllm_config(vllm_config), set_default_torch_dtype(vllm_config.model_config.dtype):
+    dtype = set_default_torch_dtype(vllm_config.model_config.dtype)
+    with set_current_vllm_config(vllm_config), dtype, nothing_left_over():
         return vendor.module("model").KimiLinearForCausalLM(vllm_config=vllm_config, config=config)
 
 
