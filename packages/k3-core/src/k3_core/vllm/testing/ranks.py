@@ -115,14 +115,15 @@ def groups(tp: Group, pp: Group) -> Iterator[None]:
 @contextmanager
 def nothing_left_over() -> Iterator[None]:
     """Within it memory that a tensor is made of without values is NaN, not what an earlier test left there."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        settings.fill_uninitialized_memory = before[1]
 
 
 def build(vendor: Vendor, vllm_config: Any, config: Any) -> Any:
