@@ -95,7 +95,10 @@ def cluster_rows(arch: int) -> None:
             for file in Path(folder).iterdir():
                 file.unlink()
             threads, lanes, resident = attn_res_cluster.geometry(7168, cluster)
-            attn_res_cluster_kernel.build(cluster, rows, 7168, threads, lanes, resident, True, True, f"sm_{arch}a")
+            sizes = attn_res_cluster.halvings(2 * rows)
+            attn_res_cluster_kernel.build(
+                cluster, rows, sizes, 7168, threads, lanes, resident, True, True, f"sm_{arch}a"
+            )
             (cubin,) = Path(folder).glob("*.cubin")
             facts = disassemble(cubin)
             print(json.dumps({"name": f"{cluster} {rows}", "threads": threads * resident, **facts}), flush=True)

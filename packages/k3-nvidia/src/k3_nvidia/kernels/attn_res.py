@@ -23,7 +23,6 @@ mix and rounded once.
 # mypy: disable-error-code="assignment, misc, attr-defined, no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +35,8 @@ from k3_nvidia.kernels import attn_res_cluster
 from k3_nvidia.kernels.attn_res_ring import attn_res_ring_kernel
 from k3_nvidia.kernels.attn_res_rows import ask_for_rows, row_sums, store_row, sum2
 from k3_nvidia.kernels.glue import launch_options, pdl
+from k3_nvidia.tuning import attn_res as tuning
+from k3_nvidia.tuning.attn_res import Config
 
 MAX_ROWS_A_GROUP = 5
 
@@ -246,28 +247,6 @@ def _attn_res_kernel(
         token = following
 
 
-@dataclass(frozen=True)
-class Config:
-    """How the kernel is compiled and launched for one range of sizes.
-
-    chunk: elements of a row piece; warps; group: rows a reduction; prefetch: load the next token's first rows early;
-    programs: persistent programs a multiprocessor (0: one program a token); maxnreg: register cap, None for none.
-    ring: rows in a ring of asynchronous copies (:mod:`k3_nvidia.kernels.attn_res_ring`; group and prefetch do not
-    matter then), 0 for rows in registers.
-    cluster: blocks a token (:mod:`k3_nvidia.kernels.attn_res_cluster`; programs are then the blocks that must fit a
-    multiprocessor or 0, and nothing else matters), 0 for none.
-    """
-
-    chunk: int
-    warps: int
-    group: int
-    prefetch: bool
-    programs: int
-    maxnreg: int | None = None
-    ring: int = 0
-    cluster: int = 0
-
-
 _registers, _ring = Launcher(_attn_res_kernel), Launcher(attn_res_ring_kernel)
 
 
@@ -329,8 +308,6 @@ def attn_res(
     norm_weight, proj_weight, output_norm_weight [H] (or [1, H]), contiguous. out [T, H] contiguous or None. config
     overrides the tuned choice (benchmarks). Raises ValueError where ``supports`` says no.
     """
-    from k3_nvidia.tuning import attn_res as tuning
-
     ok, reason = supports(prefix, delta, bank, num_blocks, write_block)
     if not ok:
         raise ValueError(reason)

@@ -88,7 +88,7 @@ def compiled(cluster: int, resident: int, rows: int, hidden: int, dtype: torch.d
     threads, lanes, resident = geometry(hidden, cluster, resident)
     with compiling.timing("CuTe"):
         return attn_res_cluster_kernel.build(
-            cluster, rows, hidden, threads, lanes, resident, dtype == torch.bfloat16, normed
+            cluster, rows, halvings(2 * rows), hidden, threads, lanes, resident, dtype == torch.bfloat16, normed
         )
 
 

@@ -8,7 +8,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from k3_nvidia.kernels.attn_res_cluster import halvings
 from k3_nvidia.kernels.cute_asm import fma, load16, pack, prefetch, push, rsqrt, select, store16, unpack
 
 WARP = 32
@@ -16,14 +15,14 @@ MASKS = (16, 8, 4, 2, 1)
 LOG2_E = 1.4426950408889634
 
 
-def build(cluster, rows, hidden, threads, lanes, resident, bf16, normed, compile_only_for=None):
+def build(cluster, rows, sizes, hidden, threads, lanes, resident, bf16, normed, compile_only_for=None):
     """A function that launches for up to ``rows`` source rows of ``hidden`` elements.
 
+    sizes: of the list of sums (squares of the rows, then their products with the folded weight) as lanes divide it.
     compile_only_for: an architecture; then the compiled object is returned and not loaded.
     """
     warps = threads // WARP
-    values = 2 * rows  # squares of the rows, then their products with the folded weight
-    sizes = halvings(values)
+    values = sizes[0]
     group = 1 << (warps - 1).bit_length()  # lanes that add the warps' sums of one value
     per_warp = WARP // group
     passes = -(-values // (warps * per_warp))

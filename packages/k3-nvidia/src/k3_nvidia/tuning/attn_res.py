@@ -8,11 +8,32 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from k3_nvidia.kernels.attn_res import Config
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is compiled and launched for one range of sizes.
+
+    chunk: elements of a row piece; warps; group: rows a reduction; prefetch: load the next token's first rows early;
+    programs: persistent programs a multiprocessor (0: one program a token); maxnreg: register cap, None for none.
+    ring: rows in a ring of asynchronous copies (:mod:`k3_nvidia.kernels.attn_res_ring`; group and prefetch do not
+    matter then), 0 for rows in registers.
+    cluster: blocks a token (:mod:`k3_nvidia.kernels.attn_res_cluster`; programs are then the blocks that must fit a
+    multiprocessor or 0, and nothing else matters), 0 for none.
+    """
+
+    chunk: int
+    warps: int
+    group: int
+    prefetch: bool
+    programs: int
+    maxnreg: int | None = None
+    ring: int = 0
+    cluster: int = 0
 
 
 @functools.cache
