@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from k3_ascend import channels, constraints, experts, generation, versions
+from k3_ascend import channels, constraints, experts, generation, paths, versions
 from k3_ascend.generation import Generation
 from k3_core.contracts import mxfp4
 from k3_core.errors import ConfigError, UnsupportedError
@@ -260,3 +260,14 @@ def test_the_documented_table_is_this_one() -> None:
     if not page.exists():
         pytest.skip("no documentation beside the tests")
     assert channels.markdown() in page.read_text()
+
+
+# ---------------------------------------------------------------------------------------------- communication paths
+
+
+def test_the_path_that_computes_swiglu_inside_is_refused_whoever_chose_it() -> None:
+    """The limits refuse the setting; vllm-ascend may still choose the path for a step."""
+    for path in ("ALLGATHER", "ALLTOALL", "MC2"):
+        paths.refuse_fused(path)
+    with pytest.raises(UnsupportedError, match=r"SwiGLU.*enable_fused_mc2"):
+        paths.refuse_fused("FUSED_MC2")

@@ -28,7 +28,6 @@ from k3_ascend import dispatch, experts, modelslim
 from k3_core.checkpoint import expert_range, expert_width
 from k3_core.config import K3Config
 from k3_core.contracts.moe import router_logits
-from k3_core.errors import UnsupportedError
 from k3_core.vllm.serving.experts import RoutedExperts
 from k3_core.vllm.serving.modules import (
     Activation,
@@ -231,9 +230,3 @@ class MoE(Loadable):
             yield from below("routed_expert_norm", self.routed_expert_norm)
         if self.shared_experts is not None:
             yield from below("shared_experts", self.shared_experts)
-
-
-def refuse_fused(path: str) -> None:
-    """Raise UnsupportedError for a path that computes SwiGLU inside."""
-    if path == "FUSED_MC2":
-        raise UnsupportedError("vllm-ascend's fused MC2 path computes SwiGLU; set enable_fused_mc2 to 0")

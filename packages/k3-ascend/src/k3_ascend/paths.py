@@ -13,6 +13,7 @@ from torch import Tensor
 
 from k3_ascend.experts import Rows
 from k3_core.config import TextConfig
+from k3_core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from k3_ascend.moe import MoE
@@ -60,6 +61,12 @@ def register(text: TextConfig, vllm_config: Any, local_ids: range, width: int) -
     _registered.update(key=key)
 
 
+def refuse_fused(path: str) -> None:
+    """Raise UnsupportedError for a path that computes SwiGLU inside."""
+    if path == "FUSED_MC2":
+        raise UnsupportedError("vllm-ascend's fused MC2 path computes SwiGLU; set enable_fused_mc2 to 0")
+
+
 def run(layer: MoE, latent: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
     """The weighted sum of experts [T, L] of latents [T, L], and whether it is the sum over all ranks.
 
@@ -69,8 +76,6 @@ def run(layer: MoE, latent: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
     from vllm_ascend.ops.fused_moe.moe_comm_method import AllGatherCommImpl
     from vllm_ascend.ops.fused_moe.moe_runtime_args import build_fused_experts_input, build_token_dispatch_input
     from vllm_ascend.quantization.quant_type import QuantType
-
-    from k3_ascend.moe import refuse_fused
 
     path = _EXTRA_CTX.moe_comm_method
     if path is None:
