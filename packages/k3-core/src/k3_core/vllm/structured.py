@@ -323,13 +323,13 @@ def _ebnf(grammar: str) -> str:
 
     if not utils.grammar_is_likely_lark(grammar):
         return grammar
+    import xgrammar
+
     convert = getattr(utils, "convert_lark_to_ebnf", None)  # releases up to 0.27
     try:
-        if convert is not None:
-            return str(convert(grammar))
-        import xgrammar
-
-        return str(xgrammar.Grammar.from_lark(grammar))
+        if convert is None:
+            return str(xgrammar.Grammar.from_lark(grammar))
+        return str(xgrammar.Grammar.from_ebnf(convert(grammar)))  # it converts what it cannot read, too
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ChatError(f"structured_outputs.grammar is neither EBNF (root ::= ...) nor Lark: {reason}") from error
