@@ -27,9 +27,9 @@ pytest.importorskip("triton", reason="the launchers import it")
 
 from nvidia_support import Group, groups, run_ranks
 
-from k3_core.vllm.serving import reductions
+from k3_core.vllm.serving import beside, reductions
 from k3_core.vllm.serving.modules import Rows
-from k3_nvidia import beside, moe
+from k3_nvidia import moe
 from k3_nvidia.tuning import moe_step
 from k3_nvidia.tuning.moe_step import Schedule
 

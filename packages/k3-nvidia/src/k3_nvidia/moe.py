@@ -17,8 +17,9 @@ from torch.nn.functional import linear
 
 from k3_core.config import K3Config
 from k3_core.contracts.moe import router_logits
+from k3_core.vllm.serving import beside
 from k3_core.vllm.serving.moe_layer import LATENT_ROWS, SHARED_ROWS, MoeLayer
-from k3_nvidia import beside, dispatch
+from k3_nvidia import dispatch
 from k3_nvidia.experts_store import make_store
 from k3_nvidia.tuning import moe_step
 from k3_nvidia.tuning.moe_step import Schedule
@@ -58,11 +59,9 @@ class MoE(MoeLayer):
     def partial(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """This rank's partial results: routed experts [T, L] and shared ones [T, H] or None, neither reduced."""
         how = moe_step.choose(self._schedules, x.shape[0])
-        self._joined = how.shared
-        if not x.shape[0] or how == Schedule() or self.latent_by_ranks(x.shape[0]):
-            self._joined = False
-            return super().partial(x)
-        return self._scheduled(x, how)
+        scheduled = x.shape[0] > 0 and how != Schedule() and not self.latent_by_ranks(x.shape[0])
+        self._joined = scheduled and how.shared
+        return self._scheduled(x, how) if scheduled else super().partial(x)
 
     def routed(self, x: Tensor, latent: Tensor) -> Tensor:
         """This rank's weighted sum of experts [T, L], not reduced."""
@@ -95,7 +94,7 @@ class MoE(MoeLayer):
 
     def _scheduled(self, x: Tensor, how: Schedule) -> tuple[Tensor, Tensor]:
         """``partial`` laid out as ``how`` says. What crosses streams is held in a variable until this returns: the
-        side stream's next work begins with a wait for this one, see :mod:`k3_nvidia.beside`."""
+        side stream's next work begins with a wait for this one, see :mod:`k3_core.vllm.serving.beside`."""
         side = beside.side(x.device) if how.two_streams else None
         chosen = chose = None
         if side is not None and how.choice:

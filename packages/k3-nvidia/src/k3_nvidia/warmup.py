@@ -20,9 +20,8 @@ def _edges() -> dict[str, list[int]]:
     if importlib.util.find_spec("triton") is None:
         return {}
     from k3_nvidia.kernels import glue
-    from k3_nvidia.tuning import moe_step
 
-    return {"attn_res": sorted(_attn_res_edges()), "glue": glue.row_edges(), "moe_step": moe_step.edges()}
+    return {"attn_res": sorted(_attn_res_edges()), "glue": glue.row_edges()}
 
 
 def _multiprocessors() -> int:

@@ -300,7 +300,7 @@ def choose_experts(
 ) -> Chosen:
     """The first half of ``moe_forward``: hidden bf16 [T, H], T > 0, decides which experts of ``weights`` work.
 
-    first: the router's product follows an event of another stream (see :mod:`k3_nvidia.beside`).
+    first: the router's product follows an event of another stream (see :mod:`k3_core.vllm.serving.beside`).
     """
     plan = plan or _plan(hidden.shape[0], top_k, router_weight.shape[0], weights)
     topk_weights, topk_ids, lst = router.route_and_list(

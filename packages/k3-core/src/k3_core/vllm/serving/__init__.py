@@ -14,6 +14,7 @@ mla_cpu       its attention call on a CPU, for tests
 attn_res      the mix of attention residuals as a layer
 stack         the text stack around the layers: stages, hand-off, auxiliary states, names
 experts       where routed experts live in the released layout, and how they arrive
+beside        a second stream for what of a layer does not depend on the first
 reductions    how partial results of experts are summed over ranks
 vision        the vision tower, data-parallel over ranks
 loading       filling a model, every tensor straight to its final place

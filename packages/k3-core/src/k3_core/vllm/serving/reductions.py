@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 
 from k3_core.config import TextConfig
 from k3_core.errors import ConfigError
+from k3_core.vllm.serving import beside
 
 #: Up to this many tokens (a) overlaps its second all-reduce on another stream; beyond, both are bound by bytes.
 OVERLAP_TOKENS = 1024
@@ -219,13 +220,12 @@ def separate(routed: Tensor, shared: Tensor | None, finish: Finish) -> Tensor:
         return finish(whole)
     if not shared.is_cuda or shared.shape[0] > OVERLAP_TOKENS:
         return finish.plus(whole, tensor_model_parallel_all_reduce(shared))
-    side, main = _side_stream(), torch.cuda.current_stream()
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
+    side = beside.side(shared.device)
+    with side.work():
         finished = finish(whole)
     summed = tensor_model_parallel_all_reduce(shared)
-    main.wait_stream(side)
-    finished.record_stream(main)
+    side.join()
+    finished.record_stream(torch.cuda.current_stream())
     return finished.add_(summed)
 
 
@@ -254,13 +254,3 @@ def gathered(x: Tensor, weight: Tensor, rank: int, ranks: int) -> Tensor:
     mine = torch.nn.functional.linear(x, weight[rank * rows : (rank + 1) * rows])
     result: Tensor = tensor_model_parallel_all_gather(mine, dim=-1)
     return result
-
-
-_side: Any = None
-
-
-def _side_stream() -> Any:
-    global _side
-    if _side is None:
-        _side = torch.cuda.Stream()
-    return _side

@@ -8,10 +8,10 @@
 Memory: PyTorch gives a tensor's memory back to the stream that it was made on, as soon as Python drops it. A tensor
 that crosses must therefore live until the stream that made it has been told to wait for the other's last use of it:
 ``work`` begins with such a wait in one direction, ``after`` and ``join`` are those of the other. Callers keep what
-crosses in local variables until then; ``tests/test_nvidia_beside.py`` checks it launch by launch.
+crosses in local variables until then; k3-nvidia's ``test_nvidia_beside.py`` checks it launch by launch.
 
-A kernel whose launch follows an event is launched plainly (``glue.serial``, ``first=True``), not programmatically
-dependent: what a capture makes of such a launch with two predecessors is not documented.
+A kernel whose launch follows an event is launched plainly, not programmatically dependent: what a capture makes of such
+a launch with two predecessors is not documented.
 
 In a CUDA graph the waits become edges. One side stream a device serves all layers; it must not be left unjoined.
 """
