@@ -138,3 +138,11 @@ def test_every_count_of_a_step_is_met(part: str, met: set[Any], monkeypatch: pyt
     assert reached(met, run, range(1, LONGEST + 1)) == short
     # Mutant: a warm-up that knows no table.
     assert reached(met, run, representatives({}, LONGEST)) < short
+
+
+@pytest.mark.parametrize("module", [experts, router, situ], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_tables_that_schedules_touch_have_their_edges(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of such a table is cut where another schedule begins, whatever the other tables happen to cut there."""
+    monkeypatch.setenv(moe_step.VARIABLE, "9:choice,70:shared")
+    found = {profile["tokens"] for profile in module.warmup_profiles(CONFIG, Limits(LONGEST, 128, 0))}
+    assert {9, 70} <= found
