@@ -10,6 +10,8 @@ prompt; ``device_ms`` is the time the device worked, the median step of a trace 
 median of three traced prompts (``engine_steps``; waits for the host are left out). What cannot be told is refused: the
 row has ``ms_refused`` or ``device_refused`` with the reason, and the exit status is 1. vLLM's experts are what it
 chooses on this device (Humming on Hopper), or with ``--experts marlin`` Marlin: the rival of a row is the faster.
+``--share-latent`` measures prompts only, whose long batches compute this rank's share of the latent's projections as
+either side does with several ranks (``engine_worker.share_latent``); its lines have ``latent``, saying so.
 Alternate the processes, or start them together with ``--turns`` and let them take turns.
 ``--startup`` starts an engine twice in a process of its own, measures nothing else and takes from its log what it
 needed after its weights ("init engine ... took": memory profile, warm-up, graphs), the parts that are named there, and
@@ -93,6 +95,8 @@ VOCABULARY = 512  # of the prompts; every shape has as many
 #: Of each request of a decoding run, timed or traced: a batch of 128 may need tens of steps until its last has come.
 TOKENS = 64
 REFUSALS = ("ms_refused", "device_refused")
+#: What a line of ``--share-latent`` says under ``latent``.
+SHARED_LATENT = "shared over {} ranks, collectives left out"
 
 
 class Arrivals:
@@ -181,6 +185,8 @@ def rank(work: Path, options: argparse.Namespace, experts: str) -> None:
     small = shape == "tiny"
     config = (tiny_config("linear") if small else rank_config(int(shape[2:]))).to_dict()
     who: dict[str, Any] = {"part": "rank", "shape": shape, "impl": impl, "experts": experts}
+    if options.share_latent:
+        who["latent"] = SHARED_LATENT.format(shape[2:])
     settings: dict[str, Any] = {}
     if impl == "upstream":
         # What vLLM makes of the release's quantisation: only the routed experts are MXFP4.
@@ -209,6 +215,8 @@ def rank(work: Path, options: argparse.Namespace, experts: str) -> None:
     if options.only_start:
         return
     llm.collective_rpc(engine_worker.randomise)
+    if options.share_latent:
+        llm.collective_rpc(engine_worker.share_latent, args=(int(shape[2:]),))
     llm.collective_rpc(engine_worker.watch)
     say(**who, **llm.collective_rpc(engine_worker.facts)[0])
     measure(llm, who, options)
@@ -218,10 +226,12 @@ def rank(work: Path, options: argparse.Namespace, experts: str) -> None:
 def measure(llm: Any, who: dict[str, Any], options: argparse.Namespace) -> None:
     """Say every row, in the turns of this engine. Raises RuntimeError at the end where a figure was refused."""
     small, cases, refused = options.shape == "tiny", {}, []
+    batches = () if "latent" in who else BATCHES[:2] if small else BATCHES
+    name = re.sub(r"[^\w-]+", "-", "_".join(("trace", *map(str, who.values()))))
     for number in options.turns.rounds(options.rounds):
         traced = number == 0 and torch.cuda.is_available()
-        keep = str(options.traces / "_".join(("trace", *map(str, who.values())))) if traced and options.traces else ""
-        for batch in BATCHES[:2] if small else BATCHES:
+        keep = str(options.traces / name) if traced and options.traces else ""
+        for batch in batches:
             found = decode_ms(llm, batch, 128, traced, keep)
             if timeline := found.pop("timeline", None):
                 cases[f"decode {batch}"] = timeline
@@ -315,9 +325,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="times that every row is measured")
     parser.add_argument("--turns", help="FOLDER:INDEX:COUNT, engines that share this GPU (engine_turns.py)")
     parser.add_argument("--traces", type=Path, help="keep the traces in this folder (engine_steps.py reads them)")
+    parser.add_argument("--share-latent", action="store_true", help="prompts as one of several ranks multiplies them")
     parser.add_argument("--startup", action="store_true", help="only start it, with empty and with filled caches")
     parser.add_argument("--only-start", action="store_true", help="(internal) that process")
     options = parser.parse_args()
+    if options.share_latent and (options.shape == "tiny" or options.startup):
+        parser.error("--share-latent takes its ranks from --shape tp16 or tp8 and measures prompts, no start")
     if not torch.cuda.is_available() and options.shape != "tiny":
         raise SystemExit("bench_engine.py times a GPU; there is none (--shape tiny tries the script)")
     experts = "k3-nvidia"

@@ -4,7 +4,8 @@ What is in <out>/engine.jsonl already is not run again; K3_BENCH_SECONDS (600) e
 are <out>/engine.json: per shape and batch or prompt our milliseconds, each rival's, and ours over the faster of the
 two, for the wall clock (``ms``) and for the device alone (``device_ms``). Several measurements of a part show their
 median. A start is in seconds: what the engine needed after its weights with warm caches. Lines ``timeline`` become
-tables of their own (``engine_timeline.tables``).
+tables of their own (``engine_timeline.tables``), and so does what has ``latent`` (``bench_engine.py --share-latent``):
+it is in no row, and a process that wrote only such lines counts as not run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def case_of(record: Mapping[str, Any]) -> str | None:
-    """``tp16 decode 8``, ``tp8 prefill 8192``, ``tp16 (cold) start``; None for a record of something else."""
+    """``tp16 decode 8``, ``tp8 prefill 8192``, ``tp16 (cold) start``; None for a record of something else.
+
+    Nor has a record with ``latent`` a case: take that off to ask what it is of.
+    """
+    if "latent" in record:
+        return None
     if record.get("part") == "startup":
         return f"{record['shape']} {'cold ' if record.get('caches') == 'cold' else ''}start"
     for kind, key in (("decode", "decode_batch"), ("prefill", "prefill")):
@@ -83,8 +89,26 @@ def refusals(found: Sequence[Mapping[str, Any]]) -> list[str]:
         for key, what in (("ms_refused", "wall clock"), ("device_refused", "device time")):
             if side and kind and key in record:
                 case = f"{record['shape']} {kind.removesuffix('_batch')} {record[kind]}"
-                said.append(f"No {what} of {side} in {case}: {record[key]}.")
+                latent = f", latent {record['latent']}" if "latent" in record else ""
+                said.append(f"No {what} of {side} in {case}{latent}: {record[key]}.")
     return said
+
+
+def shared_latent(found: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """title -> rows for the page of the lines with ``latent``: prompts, then where their time goes; {} without any."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for record in found:
+        if "latent" in record:
+            groups.setdefault(record["latent"], []).append({k: v for k, v in record.items() if k != "latent"})
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for latent, records in groups.items():
+        for case, row in rows(records).items():
+            shape, what = case.split(" ", 1)
+            title = f"{shape}: prefill with the latent {latent}, milliseconds"
+            tables.setdefault(title, []).append({"case": what, **row})
+        times = engine_timeline.tables(records)
+        tables |= {f"{title}, latent {latent}": parts for title, parts in times.items()}
+    return tables
 
 
 def write(out: Path) -> Path:
@@ -102,8 +126,19 @@ def write(out: Path) -> Path:
     ]
     data = {"title": title, "environment": environment, "rows": rows(found), "notes": notes}
     notes += refusals(found)
-    if where := engine_timeline.tables(found):
-        data["tables"] = where
+    shared = shared_latent(found)
+    if shared:
+        notes.append(
+            "Latent shared over ranks: one GPU multiplies what one rank of so many would in long batches. Ours: its "
+            "share of the latent's down and up projections, and it writes the gathered latent (`k3_moe_reduction` "
+            "adaptive, which has to be asked for); vLLM's: its share of the up projection, as vLLM does by itself with "
+            "tensor parallelism. Collectives are left out on both sides. In every other row either side multiplies "
+            "both projections whole."
+        )
+    where = engine_timeline.tables([record for record in found if "latent" not in record])
+    if where or shared:
+        data["tables"] = shared | where
+    if where:
         notes.append(
             "Where a step's time goes: an instant that several kernels cover counts for the one that started first; "
             "sum of parts and gaps (device idle below 20 us) are the whole. Theirs: the faster rival. Projections: "

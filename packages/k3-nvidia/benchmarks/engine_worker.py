@@ -1,4 +1,5 @@
-"""What ``bench_engine.py`` runs inside the engine's own process: random weights, device time, what was compiled.
+"""What ``bench_engine.py`` runs inside the engine's own process: random weights, the latent's projections shared over
+ranks that are not there, device time, what was compiled.
 
 Functions are sent by ``LLM.collective_rpc`` and act on the worker they are given. Nothing here is timed.
 """
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 #: Kernels of one step follow each other within a few microseconds (one graph, or a launch queue that is never empty);
 #: a longer pause is the device waiting for the host and belongs to no step.
@@ -48,6 +50,73 @@ def randomise(worker: Any) -> int:
                 else:
                     raw.random_(0, 256)
     return len(model.model.layers)
+
+
+def share_latent(worker: Any, ranks: int) -> int:
+    """From now on long batches compute rank 0's share of the latent's projections, as one of ``ranks`` does.
+
+    Ours: the form ``adaptive`` of ``k3_core.vllm.serving.reductions`` from its ``SHARD_TOKENS`` tokens on. A sum over
+    ranks is left out. The latent's gathering is a stand-in that writes [T, L] twice, this rank's columns in place of
+    everyone's: what the collective leaves on each rank, and vLLM's pass behind it that lays the ranks' blocks side by
+    side. vLLM's own model: with tensor parallelism each rank multiplies its rows of the up-projection right into its
+    columns of the shared experts' result, for more than VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD (256) tokens; its
+    down-projection is whole on every rank. Shorter batches stay as they are. Weights stay whole, slices are views.
+    Returns the number of layers; raises RuntimeError where there is none.
+    """
+    from k3_core.vllm.serving import reductions
+    from k3_core.vllm.serving.moe_layer import MoeLayer
+
+    def gather(columns: Tensor, dim: int) -> Tensor:
+        blocks = columns.repeat(ranks, 1).view(ranks, *columns.shape)
+        return blocks.movedim(0, 1).reshape(columns.shape[0], -1)
+
+    modules = list(worker.model_runner.model.modules())
+    ours = [m for m in modules if isinstance(m, MoeLayer) and m.text.routed_expert_hidden_size is not None]
+    theirs = [m for m in modules if type(m).__name__ == "LatentMoERunner"]
+    if not ours and not theirs:
+        raise RuntimeError("no layer's latent can be shared over ranks: the model has no experts in a latent space")
+    if ours:
+        reductions.tensor_model_parallel_all_gather = gather
+        reductions.tensor_model_parallel_all_reduce = lambda partial: partial
+    for layer in ours:
+        _share_ours(layer, ranks)
+    for runner in theirs:
+        _share_theirs(runner, ranks)
+    return len(ours) + len(theirs)
+
+
+def _share_ours(layer: Any, ranks: int) -> None:
+    from k3_core.vllm.serving import reductions
+
+    layer.form, layer.ranks, layer.rank = "adaptive", ranks, 0
+    by_form = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if x.shape[0] >= reductions.SHARD_TOKENS:
+            return by_form(x)
+        routed, shared = layer.partial(x)
+        return reductions.none(routed, shared, layer._finish)
+
+    layer.forward = forward
+
+
+def _share_theirs(runner: Any, ranks: int) -> None:
+    from vllm import envs
+
+    transform, alone = runner.routed_output_transform, runner.forward
+    rows = transform.up_proj.weight.shape[0] // ranks
+
+    def tail(routed: Tensor, shared: Tensor, width: int | None) -> Tensor:
+        latent = routed if transform.norm is None else transform.norm(routed)
+        shared[:, :rows].addmm_(latent, transform.up_proj.weight[:rows].t())
+        return runner._maybe_reduce_final_output(shared, width, output_is_reduced=True)
+
+    def forward(hidden_states: Tensor, router_logits: Tensor, *rest: Any, **named: Any) -> Tensor:
+        # What ``LatentMoERunner.forward`` takes with several ranks; it picks the tail by the number of tokens itself.
+        long = hidden_states.shape[0] > envs.VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
+        return (runner._fused_forward if long else alone)(hidden_states, router_logits, *rest, **named)
+
+    runner._shard_up_proj_tail, runner.forward = tail, forward
 
 
 def watch(worker: Any) -> None:
