@@ -40,8 +40,9 @@ DTYPE = torch.bfloat16
 
 
 def wanted(point: Point, slices: Sequence[str]) -> bool:
-    """Whether a case is asked for: its key contains one of ``slices``, or there are none."""
-    return not slices or any(part in "x".join(map(str, point)) for part in slices)
+    """Whether a case is asked for: its key contains one of ``slices`` (begins with it behind ^), or there are none."""
+    key = "x".join(map(str, point))
+    return not slices or any(key.startswith(part[1:]) if part[:1] == "^" else part in key for part in slices)
 
 
 def compile_worker(index: int, count: int, slices: Sequence[str]) -> None:
@@ -191,7 +192,7 @@ def cute_jobs(slices: Sequence[str]) -> dict[tuple[Any, int], list[Point]]:
 
     jobs: dict[tuple[Any, int], list[Point]] = {}
     if skinny_cute.available()[0]:
-        for m in BATCHES:
+        for m in (m for m in BATCHES if m <= skinny_cute.MAX_ROWS):
             for n, k in (point for point in points() if wanted((m, *point), slices)):
                 for config in skinny_cute.candidates(m, n, k):
                     jobs.setdefault((config, skinny_cute.columns(m)), []).append((m, n, k))
@@ -377,7 +378,9 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="measure nothing: write the tuning table from the results in --out")
     parser.add_argument("--summary", type=Path, help="measure nothing: write the page's rows from the results in --out")
     parser.add_argument("--cute-only", action="store_true", help="add the CuTe kernels to the Triton rows in --out")
-    parser.add_argument("--slice", action="append", default=[], help="add only cases whose MxNxK contains this")
+    parser.add_argument(
+        "--slice", action="append", default=[], help="add only cases whose MxNxK contains this (^32x: M 32)"
+    )
     parser.add_argument("--worker", type=int, nargs=2, help="(internal) compile a part")
     parser.add_argument("--cute", type=float, nargs=3, help="(internal) shard, shards, until when")
     a = parser.parse_args()

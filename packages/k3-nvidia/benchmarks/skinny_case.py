@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from k3_core.config import K3Config, load_config
-from k3_nvidia.kernels.skinny_gemm import MAX_VECTOR_ROWS, Config
+from k3_nvidia.kernels.skinny_gemm import MAX_VECTOR_ROWS, Config, block_m
 from k3_nvidia.tuning import skinny as tuning
 
-BATCHES = (1, 8, 16, 4, 2)
+BATCHES = (1, 8, 16, 32, 4, 2)
 MULTIPROCESSORS = 132
 Point = tuple[int, int, int]
 
@@ -98,7 +98,9 @@ def _vector(m: int, n: int, k: int) -> Iterator[Config]:
 
 def _dot(m: int, n: int, k: int) -> Iterator[Config]:
     tiles = [(64, 128, 5, 4), (64, 128, 8, 4), (64, 64, 10, 4), (32, 128, 6, 4), (32, 256, 4, 4)]
-    if n >= 4096 and k >= 2048:
+    if m > 16:  # x takes half as much of the ring as 64 rows of weights
+        tiles = [(64, 128, 4, 4), (64, 128, 6, 4), (64, 64, 8, 4), (128, 64, 4, 4), (128, 128, 4, 8)]
+    elif n >= 4096 and k >= 2048:
         tiles += [(64, 256, 3, 4), (128, 64, 6, 4)]
     if k <= 256:
         tiles = [(16, 128, 2, 1), (32, 128, 2, 2), (64, 128, 2, 4)]
@@ -118,7 +120,7 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
 
 def variant(config: Config, m: int, n: int, k: int) -> tuple[Any, ...]:
     """What decides the compiled binary."""
-    rows = m if config.kind == "vector" else (8 if m <= 8 else 16)
+    rows = m if config.kind == "vector" else block_m(m)
     even = n % config.block_n == 0, k % (config.block_k * config.splits) == 0
     return rows, even, *asdict(config).values()
 
@@ -171,15 +173,26 @@ def write_table(results: dict[str, Any], path: Path) -> None:
     ]
     rows.sort(key=lambda row: (row["n"], row["k"], row["m"]))
     data = json.loads(path.read_text())
+    old = data["devices"].get(environment["device"], {"rows": []})["rows"]
+    ahead = {(row["m"], row["n"], row["k"]): row["ahead_mb"] for row in old if "ahead_mb" in row}
+    for row in rows:  # measured in a step (sweep_moe_step.py), whatever kernel it is
+        if found := ahead.get((row["m"], row["n"], row["k"])):
+            row["ahead_mb"] = found
     data["devices"][environment["device"]] = {
         "date": environment["date"],
         "measured": f"{environment['dtype']}, torch {environment['torch']}, triton {environment['triton']}, marginal "
         "microseconds behind the kernel that writes x, L2 cold (benchmarks/bench_skinny.py)",
         "rows": rows,
     }
+    save_table(data, path)
+
+
+def save_table(data: dict[str, Any], path: Path) -> None:
+    """``tuning/skinny.json``, one row a line."""
     text = json.dumps(data, indent=1)
-    for row in rows:  # one row a line
-        text = text.replace(json.dumps(row, indent=1).replace("\n", "\n    "), json.dumps(row))
+    for device in data["devices"].values():
+        for row in device["rows"]:
+            text = text.replace(json.dumps(row, indent=1).replace("\n", "\n    "), json.dumps(row))
     assert json.loads(text) == data
     path.write_text(text + "\n")
 

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 BLOCK_OPTIONS = {"EVEN_N": False, "RESIDUAL": True, "PDL": True}
-#: name -> (kernel, constants, warps, stages): the shapes of decode at batch 1, 4, 8 and 16.
+#: name -> (kernel, constants, warps, stages): the shapes of decode at batch 1, 4, 8, 16 and 32.
 TRITON: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "vector 1": ("vector", {"M": 1, "BN": 8, "BK": 1024, "SPLITS": 1}, 4, 1),
     "vector 1 cut": ("vector", {"M": 1, "BN": 8, "BK": 512, "SPLITS": 7}, 2, 1),
     "vector 4": ("vector", {"M": 4, "BN": 4, "BK": 1024, "SPLITS": 1}, 4, 1),
     "dot 8": ("dot", {"BM": 8, "BN": 64, "BK": 128, "SPLITS": 2}, 4, 5),
     "dot 16": ("dot", {"BM": 16, "BN": 64, "BK": 128, "SPLITS": 1}, 4, 5),
+    "dot 32": ("dot", {"BM": 32, "BN": 64, "BK": 128, "SPLITS": 2}, 4, 4),
+    "dot 32 wide": ("dot", {"BM": 32, "BN": 128, "BK": 64, "SPLITS": 1}, 4, 4),
 }
 #: tiles, unroll, warps, cluster, 8-row tiles of x
 CUTE = [(1, 4, 8, 1, 1), (1, 4, 8, 4, 2), (2, 2, 8, 2, 2)]

@@ -34,7 +34,7 @@ from k3_nvidia.tuning import moe_step
 from k3_nvidia.tuning.moe_step import Schedule
 
 HIDDEN, LATENT, WIDTH, EXPERTS, TOKENS = 12, 8, 4, 6, 3
-ALL = [Schedule(*flags) for flags in product((False, True), repeat=3)]
+ALL = [Schedule(*flags) for flags in product((False, True), repeat=4)]
 
 Clock = dict[str, int]
 
@@ -182,6 +182,25 @@ def test_every_schedule_waits_for_what_it_reads(how: Schedule, monkeypatch: pyte
     assert any(name.startswith("side") for name in streams.ran) == how.two_streams
 
 
+@pytest.mark.parametrize("choice", [False, True])
+def test_early_shared_experts_run_before_the_routed_ones(choice: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    for name in ("_shared", "_products"):
+        real = getattr(Layer, name)
+
+        def noted(self: Layer, *args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+            order.append(name)
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(Layer, name, noted)
+    _, streams = run(Schedule(choice=choice, early=True), Side, monkeypatch, layers=1)
+    assert order == ["_shared", "_products"]
+    assert all(name.startswith("main") for name in streams.ran) != choice
+    order.clear()
+    run(Schedule(choice=True), Side, monkeypatch, layers=1)
+    assert order == ["_products", "_shared"], "without it they run behind"
+
+
 class NoAfter(Side):
     """Mutant: the products do not wait for the choice."""
 
@@ -323,7 +342,7 @@ def test_the_sweep_keeps_one_stream_unless_another_gains(monkeypatch: pytest.Mon
     def row(tokens: int, choice: float, split: float) -> dict[str, Any]:
         return {"tokens": tokens, "us": {"one stream": 100.0, "choice": choice, "split+shared": split}}
 
-    rows = [row(1, 90, 95), row(8, 91, 95), row(16, 99.5, 99.9), row(128, 99, 80), row(512, 100, 101)]
+    rows = [row(1, 90, 95), row(8, 91, 95), row(16, 99.6, 99.9), row(128, 99, 80), row(512, 100, 101)]
     want = [
         {"up_to": 8, "schedule": "choice"},
         {"up_to": 16, "schedule": "one stream"},
@@ -342,3 +361,23 @@ def test_the_sweep_keeps_one_stream_unless_another_gains(monkeypatch: pytest.Mon
     assert moe_step.choose(found, 129) == Schedule()
     assert moe_step.schedules("a device", 384) == ()
     assert moe_step.edges("a device") == [8, 16, 128]
+
+
+def test_the_sweep_counts_a_schedule_with_what_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    sweep = importlib.import_module("sweep_moe_step")
+    ahead = {
+        "one stream": {"us": 100.0, "without": 100.0, "mb": {}},
+        "early": {"us": 90.0, "without": 99.0, "mb": {"24x64": 8.0, "48x64": 4.0}},
+    }
+    rows = [
+        {"tokens": 1, "us": {"one stream": 100.0, "choice": 95.0, "early": 99.0}, "ahead": ahead},
+        {"tokens": 8, "us": {"one stream": 100.0, "choice": 95.0, "early": 99.0}},
+    ]
+    found = sweep.entries(rows)
+    assert [(e["up_to"], e["schedule"]) for e in found] == [(1, "early"), (8, "choice")]
+    sizes = [{"m": m, "n": n, "k": 64, "best": []} for m in (1, 8) for n in (24, 96)]
+    table = sweep.with_ahead({"devices": {"a device": {"rows": sizes}, "another": {"rows": []}}}, "a device", rows)
+    got = {(e["m"], e["n"]): e.get("ahead_mb") for e in table["devices"]["a device"]["rows"]}
+    assert got == {(1, 24): 8.0, (1, 96): None, (8, 24): None, (8, 96): None}
+    assert not any("ahead_mb" in row for row in sizes), "the table that was given stays as it is"

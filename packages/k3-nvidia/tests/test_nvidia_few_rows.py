@@ -41,7 +41,7 @@ def small_table(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_table")
 def test_rules_of_the_table() -> None:
     found = tuning.choices(24, 64, "a GPU", BOTH)
-    assert [None if c is None else c.kernel for c in found] == [None, "cute", None] + ["triton"] * 6 + [None] * 8
+    assert [None if c is None else c.kernel for c in found] == [None, "cute", None] + ["triton"] * 6 + [None] * 24
     without = tuning.choices(24, 64, "a GPU", TRITON)
     assert without[1] is not None
     assert without[1].kernel == "triton"
@@ -64,6 +64,42 @@ def test_every_entry_of_the_shipped_table_is_a_configuration() -> None:
                     assert config.kind != "vector" or row["m"] <= skinny_gemm.MAX_VECTOR_ROWS
 
 
+def asked(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Steps that the products of 1 and 8 rows of a table ask for ahead."""
+    monkeypatch.setattr(tuning, "table", lambda: {"devices": {"a GPU": {"rows": rows}}})
+    tuning._winners.cache_clear()
+    found = tuning.choices(1024, 4096, "a GPU", TRITON)
+    tuning._winners.cache_clear()
+    return [None if choice is None else few_rows._product_config(choice).ahead for choice in (found[1], found[8])]
+
+
+def test_what_is_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 programs with steps of 64 rows x 128 columns: 0.52 MB a step, 32 steps in all."""
+    dot = {"kind": "dot", "block_n": 64, "block_k": 128, "splits": 2, "warps": 4, "pdl": True}
+    rows = [{"m": m, "n": 1024, "k": 4096, "best": [{"kernel": "triton", "config": dot}]} for m in (1, 8)]
+    assert asked(rows, monkeypatch) == [1, 1], "without a figure the first step"
+    assert asked([rows[0] | {"ahead_mb": 2.0}, rows[1]], monkeypatch) == [4, 1]
+    assert asked([rows[0] | {"ahead_mb": 100.0}, rows[1] | {"ahead_mb": 0.1}], monkeypatch) == [16, 1], "all of a cut"
+    monkeypatch.setenv("K3_AHEAD", "1024x4096:2,64x64:8")
+    assert asked([rows[0], rows[1] | {"ahead_mb": 100.0}], monkeypatch) == [4, 4]
+    monkeypatch.setenv("K3_AHEAD", "")
+    assert asked([rows[0] | {"ahead_mb": 100.0}, rows[1]], monkeypatch) == [1, 1]
+
+
+@pytest.mark.parametrize("text", ["12", "1024x4096", "1024x4096:-1", "1024x4096:nan", "axb:1", "1x2x3:4"])
+def test_what_is_no_size_to_ask_for_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"K3_AHEAD=.*it is read as"):
+        tuning.override(text)
+
+
+def test_more_steps_than_a_cut_has_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(skinny_gemm, "_dot", lambda grid, *args, **options: seen.append(args[-2:]))
+    x, weight = torch.zeros(8, 512).bfloat16(), torch.zeros(64, 512).bfloat16()
+    skinny_gemm.skinny_gemm(x, weight, skinny_gemm.Config("dot", 64, 128, 2, 4, pdl=True, ahead=9))
+    assert seen == [(2, 2)], "steps of a cut, steps asked for"
+
+
 def hooked(calls: list[int]) -> tuple[few_rows.FewRows, Any]:
     layer = SimpleNamespace(weight=torch.randn(24, 64).bfloat16().to(DEVICE))
 
@@ -83,11 +119,11 @@ def test_the_hook_takes_what_the_table_names_and_nothing_else() -> None:
         torch.testing.assert_close(apply(layer, x), (x.double() @ layer.weight.double().t()).bfloat16())
     assert not calls
     x = torch.randn(40, 65).bfloat16().to(DEVICE)
-    for usual in (x[:2, :64], x[:9].reshape(-1)[: 9 * 64].view(9, 64), x[:17, :64], x[:0, :64], x[:1, 1:]):
+    for usual in (x[:2, :64], x[:9].reshape(-1)[: 9 * 64].view(9, 64), x[:33, :64], x[:0, :64], x[:1, 1:]):
         apply(layer, usual)
     apply(layer, x[:1].clone()[:, :64], torch.zeros(24).bfloat16().to(DEVICE))
     apply(layer, torch.zeros(1, 2, 64).bfloat16().to(DEVICE))
-    assert calls == [2, 9, 17, 0, 1, 1, 1]
+    assert calls == [2, 9, 33, 0, 1, 1, 1]
 
 
 @pytest.mark.usefixtures("small_table")

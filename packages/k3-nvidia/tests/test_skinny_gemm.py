@@ -35,7 +35,18 @@ NAN = float("nan")
 Run = Callable[..., torch.Tensor]
 
 # (M, N, K): more and less than a tile, tails in both, several steps, K shorter than one step and of odd 16 bytes
-SHAPES = [(1, 24, 256), (3, 40, 192), (4, 16, 1032), (2, 70, 64), (7, 40, 512), (8, 64, 328), (16, 70, 640), (9, 16, 8)]
+SHAPES = [
+    (1, 24, 256),
+    (3, 40, 192),
+    (4, 16, 1032),
+    (2, 70, 64),
+    (7, 40, 512),
+    (8, 64, 328),
+    (16, 70, 640),
+    (9, 16, 8),
+    (17, 70, 192),
+    (32, 40, 328),
+]
 VECTOR = [Config("vector", 8, 128, 1, 1), Config("vector", 16, 64, 3, 1), Config("vector", 4, 512, 2, 2)]
 DOT = [Config("dot", 16, 64, 1, 4, 3), Config("dot", 64, 128, 3, 4, 2)]
 CASES = [(c, s) for c in VECTOR for s in SHAPES if s[0] <= kernel.MAX_VECTOR_ROWS] + [
@@ -166,7 +177,7 @@ def test_a_capture_gets_counters_that_are_zero_already(monkeypatch: pytest.Monke
         (lambda a: a.update(x=a["x"].double()), "float64"),
         (lambda a: a.update(x=a["x"].half()), "float16"),
         (lambda a: a.update(x=a["x"][:, :60], weight=a["weight"][:, :60]), "multiple of 8"),
-        (lambda a: a.update(x=a["x"].expand(17, -1)), "17 rows"),
+        (lambda a: a.update(x=a["x"].expand(33, -1)), "33 rows"),
         (lambda a: a.update(x=a["x"][:0]), "0 rows"),
         (lambda a: a.update(x=a["x"][:, :32]), "not [M, K]"),
         (lambda a: a.update(weight=a["weight"].t().contiguous().t()), "rows of weight"),

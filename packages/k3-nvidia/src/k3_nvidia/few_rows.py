@@ -31,27 +31,37 @@ Product = Callable[..., Tensor]
 Apply = Callable[..., Tensor]
 
 
+def _product_config(choice: tuning.Choice) -> Any:
+    """The configuration of a table entry."""
+    from k3_nvidia.kernels import skinny_cute, skinny_gemm
+
+    return (skinny_cute if choice.kernel == "cute" else skinny_gemm).Config(**dict(choice.config))
+
+
 @functools.cache
 def _product(choice: tuning.Choice) -> Product:
     """The function of a table entry: (x, weight, residual or None) -> x W^T + residual."""
-    config: Any
+    config = _product_config(choice)
     if choice.kernel == "cute":
         from k3_nvidia.kernels import skinny_cute
 
-        config = skinny_cute.Config(**dict(choice.config))
         return lambda x, weight, residual=None: skinny_cute.skinny_cute(x, weight, config, residual)
     from k3_nvidia.kernels import skinny_gemm
 
-    config = skinny_gemm.Config(**dict(choice.config))
     return lambda x, weight, residual=None: skinny_gemm.skinny_gemm(x, weight, config, residual)
 
 
+def products(choices: list[tuning.Choice | None]) -> list[Product | None]:
+    """Table entries as functions, by row count."""
+    return [None if choice is None else _product(choice) for choice in choices]
+
+
 class FewRows:
-    """Stands before a linear layer's ``apply``: a measured kernel for 1..16 rows, else what was there before."""
+    """Stands before a linear layer's ``apply``: a measured kernel for 1..32 rows, else what was there before."""
 
     def __init__(self, usual: Apply, size: tuple[int, int], choices: list[tuning.Choice | None]) -> None:
         self.usual, self.size = usual, size
-        self.products = [None if choice is None else _product(choice) for choice in choices]
+        self.products = products(choices)
 
     def __call__(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N] as the layer's own method; operands that the kernels cannot take go to that."""

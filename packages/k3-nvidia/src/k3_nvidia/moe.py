@@ -109,6 +109,8 @@ class MoE(MoeLayer):
         if side is not None and how.shared:
             with side.work():
                 shared, gate_up = self._shared(x, gate_up, first=True)
+        elif how.early:
+            shared, gate_up = self._shared(x, gate_up)
         if chosen is None:
             chosen = self._choose(x)
         if side is not None and chose is not None:

@@ -128,8 +128,8 @@ def w2_one_kernel(
     BOTH: tl.constexpr = SLOTS > TOGETHER
     pid = tl.program_id(0)
     if PDL:
+        gdc_launch_dependents()  # first: behind a norm the up projection asks for its weights meanwhile
         gdc_wait()
-        gdc_launch_dependents()
     number = tl.load(num_ptr)
     y_ptrs = y_ptr + tl.arange(0, COLUMNS)[None, :] * stride_y
     ea, a_factor, a_there = _several(weights_ptr, sorted_ptr, work_ptr, number, 0, MT)

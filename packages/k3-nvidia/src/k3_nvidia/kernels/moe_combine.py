@@ -28,8 +28,8 @@ def combine_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < latent
     if PDL:
+        gdc_launch_dependents()  # first: behind a norm the up projection asks for its weights meanwhile
         gdc_wait()
-        gdc_launch_dependents()
     acc = tl.zeros((BLOCK,), tl.float32)
     if EVERY:
         # Where rows are found without ids, they and the weights arrive in the time of one load instead of two. All are

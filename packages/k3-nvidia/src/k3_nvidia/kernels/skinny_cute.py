@@ -32,6 +32,7 @@ from k3_core.operators import compiling
 from k3_nvidia.kernels.skinny_gemm import prepare_out
 
 MULTIPROCESSORS = 132
+MAX_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,11 @@ def skinny_cute(
 ) -> torch.Tensor:
     """round(x W^T + residual) of x [M, K] and weight [N, K], M 1..16 -> [M, N]; contract of ``skinny_gemm``.
 
-    Raises ValueError for operands that ``skinny_gemm.supports`` refuses and RuntimeError where the DSL is absent.
+    Raises ValueError for operands that ``skinny_gemm.supports`` refuses and for more rows, and RuntimeError where the
+    DSL is absent.
     """
+    if x.shape[0] > MAX_ROWS:
+        raise ValueError(f"skinny_cute: {x.shape[0]} rows are not 1..{MAX_ROWS}")
     out = prepare_out(x, weight, residual, out)
     ok, why = available()
     if not ok:

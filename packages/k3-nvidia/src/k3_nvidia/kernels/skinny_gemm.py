@@ -1,4 +1,4 @@
-"""Low-latency matrix product for 1..16 rows: y = round(x W^T + residual), the weight streamed once.
+"""Low-latency matrix product for 1..32 rows: y = round(x W^T + residual), the weight streamed once.
 
     x [M, K], W [N, K], residual [M, N] or None -> y [M, N];  fp32 accumulation, one rounding at the end
 
@@ -11,7 +11,8 @@ At these sizes the product is a read of W: floor = 2 N K bytes at the bandwidth 
   take W as the 64-row operand, so that x's few rows are its narrow side.
 - Narrow matrices have too few row tiles for every multiprocessor: K is then cut. Partial sums go to the L2 and the last
   program of a tile to arrive adds them, always in the order of the cuts, so the same input gives the same bits.
-- With programmatic dependent launch a program asks the L2 for the head of its weights before it waits for x.
+- With programmatic dependent launch a program asks the L2 for the head of its weights before it waits for x: how many
+  steps of them (``Config.ahead``) is what memory can bring while the kernels before still run.
 """
 
 # mypy: allow-untyped-defs
@@ -19,7 +20,7 @@ At these sizes the product is a read of W: floor = 2 N K bytes at the bandwidth 
 # (bodies of Triton kernels have no Python types; tuples grow inside them)
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_core.operators.triton_host import Launcher, interpreting
 
-MAX_ROWS = 16
+MAX_ROWS = 32
 MAX_VECTOR_ROWS = 4
 MAX_TILES = 8192
 MAX_STRIDE = (1 << 31) // MAX_ROWS - 1
@@ -46,11 +47,12 @@ def _prefetch(pointers):
 
 
 @triton.jit
-def _prefetch_tile(w_ptr, n, first, N, K, stride_w, BN: tl.constexpr, LINES: tl.constexpr):
-    """The first LINES lines (64 elements each) of every row of a tile."""
-    row = tl.minimum(n, N - 1).to(tl.int64)
-    column = tl.minimum(first + tl.arange(0, LINES) * 64, K - 1)
-    _prefetch(w_ptr + row[:, None] * stride_w + column[None, :])
+def _prefetch_steps(w_ptr, n, first, ahead, N, K, stride_w, BK: tl.constexpr):
+    """The first ``ahead`` steps of BK elements of every row of a tile, by lines of 64 elements."""
+    row = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * stride_w
+    column = first + tl.arange(0, BK // 64) * 64
+    for step in range(0, ahead):
+        _prefetch(row + tl.minimum(column + step * BK, K - 1)[None, :])
 
 
 @triton.jit
@@ -92,10 +94,10 @@ def _load_step(
     return w, rows
 
 
-@triton.jit(do_not_specialize=["steps"])
+@triton.jit(do_not_specialize=["steps", "ahead"])
 def vector_kernel(
     out_ptr, x_ptr, w_ptr, residual_ptr, partial_ptr, ticket_ptr, N, K, stride_x, stride_w, stride_out,
-    stride_residual, steps,
+    stride_residual, steps, ahead,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EVEN_N: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +107,7 @@ def vector_kernel(
     n = tile * BN + tl.arange(0, BN)
     first = split * steps * BK
     if PDL:
-        _prefetch_tile(w_ptr, n, first, N, K, stride_w, BN, BK // 64)
+        _prefetch_steps(w_ptr, n, first, ahead, N, K, stride_w, BK)
         gdc_wait()
     k = first + tl.arange(0, BK // 8) * 8
     end = tl.minimum(K, first + steps * BK)
@@ -140,10 +142,10 @@ def vector_kernel(
                 _store(out_ptr, residual_ptr, total, m, n, there, stride_out, stride_residual, RESIDUAL)
 
 
-@triton.jit(do_not_specialize=["M", "steps"])
+@triton.jit(do_not_specialize=["M", "steps", "ahead"])
 def dot_kernel(
     out_ptr, x_ptr, w_ptr, residual_ptr, partial_ptr, ticket_ptr, M, N, K, stride_x, stride_w, stride_out,
-    stride_residual, steps,
+    stride_residual, steps, ahead,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +155,7 @@ def dot_kernel(
     n = tile * BN + tl.arange(0, BN)
     first = split * steps * BK
     if PDL:
-        _prefetch_tile(w_ptr, n, first, N, K, stride_w, BN, BK // 64)
+        _prefetch_steps(w_ptr, n, first, ahead, N, K, stride_w, BK)
         gdc_wait()
     m = tl.arange(0, BM)
     k = first + tl.arange(0, BK)
@@ -205,6 +207,7 @@ class Config:
 
     kind: ``vector`` (M <= 4) or ``dot``. block_n: rows of W a program. block_k: elements of K a step. splits: cuts of
     K. warps; stages: ring of asynchronous copies (``dot`` only). pdl: programmatic dependent launch, capability 9.0 up.
+    ahead: steps of its weights that a program asks the L2 for before it waits for x (only with pdl).
     """
 
     kind: str
@@ -214,12 +217,25 @@ class Config:
     warps: int
     stages: int = 2
     pdl: bool = False
+    ahead: int = 1
+
+    def asking(self, megabytes: float, n: int, k: int) -> Config:
+        """The same whose programs together ask for that much of a weight [N, K] ahead; at least one step each."""
+        programs = triton.cdiv(n, self.block_n) * self.splits
+        most = triton.cdiv(k, self.block_k * self.splits)
+        steps = round(megabytes * 1e6 / (programs * self.block_n * self.block_k * 2))
+        return replace(self, ahead=min(max(steps, 1), most))
 
     @property
     def name(self) -> str:
         """One word for tables of results."""
         sizes = f"n{self.block_n}-k{self.block_k}-s{self.splits}-w{self.warps}-p{self.stages}"
         return f"{self.kind}-{sizes}{'-pdl' * self.pdl}"
+
+
+def block_m(rows: int) -> int:
+    """Columns of the tensor core that so many rows of x take."""
+    return 8 if rows <= 8 else 16 if rows <= 16 else 32
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[bool, str]:
@@ -294,7 +310,7 @@ def skinny_gemm(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """round(x W^T + residual) of x [M, K] (any row stride of whole 16 bytes) and weight [N, K], M 1..16 -> [M, N].
+    """round(x W^T + residual) of x [M, K] (any row stride of whole 16 bytes) and weight [N, K], M 1..32 -> [M, N].
 
     bfloat16 or float16; safe in CUDA graphs (arrival counters of ``splits`` > 1 outlive the call, see ``_ticket``).
     Raises ValueError where :func:`supports` says no.
@@ -306,6 +322,7 @@ def skinny_gemm(
     tiles = triton.cdiv(outer, config.block_n)
     steps = triton.cdiv(triton.cdiv(inner, config.block_k), config.splits)
     splits = triton.cdiv(triton.cdiv(inner, config.block_k), steps)
+    ahead = min(config.ahead, steps)
     partial = ticket = out
     if splits > 1:
         if tiles > MAX_TILES:
@@ -324,12 +341,14 @@ def skinny_gemm(
     }  # fmt: skip
     if config.kind == "vector":
         constants = {"M": rows, **common}
-        _vector((tiles, splits), out, x, weight, *shared, outer, inner, *strides, steps, **constants, **options)
+        _vector((tiles, splits), out, x, weight, *shared, outer, inner, *strides, steps, ahead, **constants, **options)
     else:
         # the cuts cover K exactly when every step of every cut is whole
         constants = {
-            "BM": 8 if rows <= 8 else 16, **common, "EVEN_K": steps * splits * config.block_k == inner,
+            "BM": block_m(rows), **common, "EVEN_K": steps * splits * config.block_k == inner,
             "INTERPRET": interpreting(),
         }  # fmt: skip
-        _dot((tiles, splits), out, x, weight, *shared, rows, outer, inner, *strides, steps, **constants, **options)
+        _dot(
+            (tiles, splits), out, x, weight, *shared, rows, outer, inner, *strides, steps, ahead, **constants, **options
+        )
     return out

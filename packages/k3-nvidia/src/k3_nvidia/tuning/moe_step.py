@@ -26,11 +26,15 @@ class Schedule:
     split: the latent's rows and the shared experts' rows of the joined input matrix are two products.
     choice: router and choice run beside the input product.
     shared: the shared experts run beside the routed ones; with split their input product does, too.
+    early: the shared experts run on the same stream, before the routed ones instead of behind them, so that nothing
+    but a norm stands between the routed experts and the up projection, whose programs ask for their weights meanwhile.
+    shared goes before early.
     """
 
     split: bool = False
     choice: bool = False
     shared: bool = False
+    early: bool = False
 
     @property
     def two_streams(self) -> bool:
