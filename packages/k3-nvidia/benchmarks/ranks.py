@@ -1,12 +1,15 @@
 """Do several ranks compute what one does? Engines over two GPUs of one host, and the forms of the MoE reduction timed.
 
     python packages/k3-nvidia/benchmarks/ranks.py [--parts engines,reductions] [--modes graphs,eager]
-        [--forms merged,sharded,separate] [--kinds tp2,ep2] [--launch external,mp] [--together 7] [--seconds 560]
+        [--forms merged,sharded,separate] [--kinds tp2,ep2,tp2wide] [--launch external,mp] [--together 7]
+        [--seconds 560]
 
 engines: a tiny Kimi K3 with kernel-sized heads is served by one rank, then with tensor parallelism over two (tp2) and
 with whole experts distributed over them (ep2), each reduction form forced in turn, eager and with CUDA graphs; texts
 that are read in chunks, and images of several sizes in the same batch, which the ranks encode in parallel. tp2pp2 is
-four ranks, the pipeline cut inside a block of attention residuals; on a CPU only.
+four ranks, the pipeline cut inside a block of attention residuals; on a CPU only. tp2wide serves another checkpoint,
+in the first form and with a run of one rank of its own: wide scales in the second rank's part of one layer only, so
+that the ranks' layers are of different kinds (wide_case.py); a row's facts say which layers have them on each rank.
 
 The rule is that of runs.py, against the run of one rank; and all ranks say the same, bit for bit. A kind and a form
 have processes of their own, which serve the modes one after another; ``--together`` of these groups run at a time on
@@ -34,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_smoke
+import wide_case
 from runs import CPU_BOUND, SAFE, Judge, Log, against_one, on_gpu, run_parts, sized_text
 
 from k3_core.vllm.testing import world
@@ -44,13 +48,19 @@ IMAGES = ([100, 70, 0], [40, 180, 1], [56, 56, 2])
 STEP_TOKENS = 128
 say = Log("ranks.jsonl").say
 FORMS = ("merged", "sharded", "separate")
+#: Ranks of each kind, and the kinds that are of the first form only.
+KINDS = {"tp2": 2, "ep2": 2, "tp2pp2": 4, "tp2wide": 2}
+ONE_FORM = ("tp2pp2", "tp2wide")
 
 
 # ---------------------------------------------------------------------------------------------------------------- cases
 
 
-def checkpoint(work: Path) -> tuple[Path, int]:
-    """Write the checkpoint; (folder, id of the image pad). On a GPU half of its heads and experts fit the kernels."""
+def checkpoint(work: Path, wide: bool = False) -> tuple[Path, int]:
+    """Write a checkpoint; (folder, id of the image pad). On a GPU half of its heads and experts fit the kernels.
+
+    wide: with scale bytes above 128 that only the second of two ranks holds (``wide_case.widen``).
+    """
     from k3_core.checkpoint import tiny_config, write_tiny
 
     # Eight layers on a CPU: two stages of four, the first ends inside a block of three, each has both kinds of layer.
@@ -58,7 +68,10 @@ def checkpoint(work: Path) -> tuple[Path, int]:
     config = tiny_config("k3", **sized_text(8) or {"num_hidden_layers": 8})
     pad = config.media_placeholder_token_id
     assert pad is not None
-    return write_tiny(work / "k3", config, seed=3, long_memory=True), pad
+    folder = write_tiny(work / ("k3wide" if wide else "k3"), config, seed=3, long_memory=True)
+    if wide:
+        wide_case.widen(folder)
+    return folder, pad
 
 
 def requests(pad: int) -> dict[str, Any]:
@@ -100,9 +113,11 @@ def case(name: str, folder: Path, asked: dict[str, Any], mode: str, **options: A
 
 
 def cases(kind: str, folder: Path, asked: dict[str, Any], modes: list[str], forms: list[str]) -> list[dict[str, Any]]:
-    """All cases of a kind: one, tp2, ep2 or tp2pp2."""
-    if kind == "one":
-        return [case(f"one {mode}", folder, asked, mode) for mode in modes]
+    """All cases of a kind: one rank ("one", "one wide"), or one of :data:`KINDS`."""
+    if is_wide(kind):
+        asked = asked | {"wide": wide_case.by_rank(folder, KINDS.get(kind, 1))}
+    if kind not in KINDS:
+        return [case(f"{kind} {mode}", folder, asked, mode) for mode in modes]
     sizes: dict[str, Any] = {"tensor_parallel_size": 2}
     if kind == "ep2":
         sizes["enable_expert_parallel"] = True
@@ -159,10 +174,11 @@ def judge(result: world.Result, reference: Judge | None, one: list[dict[str, Any
         "generate_s": ranks[0]["generate_s"],
         "facts": [rank["facts"] for rank in ranks],
         "ranks_agree": all(rank["outputs"] == outputs for rank in ranks),
+        "as_asked": as_asked(result),
     }
     if result.before:
         row["before"] = result.before[-600:]
-    checks = [row["ranks_agree"], as_asked(result)]
+    checks = [row["ranks_agree"], row["as_asked"]]
     bound = 0.0
     if reference is not None:
         row["reference"] = reference.against_reference(outputs, result.case["prompts"], result.case["images"])
@@ -182,28 +198,41 @@ def as_asked(result: world.Result) -> bool:
     assert result.ranks is not None
     options = result.case["options"]
     known = [rank["facts"] for rank in result.ranks]
+    wide = result.case.get("wide")
     if not known[0]:
-        return True  # ranks that vLLM started are not asked
+        return wide is None  # ranks that vLLM started are not asked; whose scales are wide is what that case is about
     form = options.get("additional_config", {}).get("k3_moe_reduction", "none")
     right = all(facts["forms"] == [form] for facts in known)
     right &= all(facts["expert_parallel"] == bool(options.get("enable_expert_parallel")) for facts in known)
     if options.get("pipeline_parallel_size", 1) > 1:
         # Stages differ, and the first ends inside a block of three layers.
         right &= known[0]["layers"] != known[-1]["layers"] and known[0]["layers"][1] % 3 != 0
+    if wide is not None:
+        right &= wide_case.right_facts(known, wide, variants=on_gpu())
     return bool(right)
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
-def groups(limits: argparse.Namespace, folder: Path, asked: dict[str, Any]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """(ranks, cases) of what shares processes: one rank first, then each form of each kind."""
+def groups(
+    limits: argparse.Namespace, folders: dict[bool, Path], asked: dict[str, Any]
+) -> list[tuple[int, list[dict[str, Any]]]]:
+    """(ranks, cases) of what shares processes: one rank of each checkpoint first, then each form of each kind.
+
+    folders: the checkpoints by whether they have wide scales, those that a kind needs.
+    """
     modes = limits.modes.split(",") if on_gpu() else ["eager"]
     forms, kinds = limits.forms.split(","), limits.kinds.split(",")
-    wanted = [(form, kind) for form in forms for kind in kinds if kind != "tp2pp2" or form == forms[0]]
-    ranks = {"tp2": 2, "ep2": 2, "tp2pp2": 4}
-    several = [(ranks[kind], cases(kind, folder, asked, modes, [form])) for form, kind in wanted]
-    return [(1, cases("one", folder, asked, modes, forms)), *several]
+    wanted = [(form, kind) for form in forms for kind in kinds if kind not in ONE_FORM or form == forms[0]]
+    several = [(KINDS[kind], cases(kind, folders[is_wide(kind)], asked, modes, [form])) for form, kind in wanted]
+    ones = [(1, cases("one wide" if wide else "one", folder, asked, modes, forms)) for wide, folder in folders.items()]
+    return [*ones, *several]
+
+
+def is_wide(kind: str) -> bool:
+    """Whether a kind serves the checkpoint with wide scales."""
+    return kind.endswith("wide")
 
 
 def run_engines(limits: argparse.Namespace) -> bool:
@@ -218,20 +247,22 @@ def run_engines(limits: argparse.Namespace) -> bool:
             found.put(None)
 
     with tempfile.TemporaryDirectory() as work:
-        folder, pad = checkpoint(Path(work))
-        todo = groups(limits, folder, requests(pad))
+        needed = sorted({is_wide(kind) for kind in limits.kinds.split(",")})
+        written = {wide: checkpoint(Path(work), wide) for wide in needed}
+        folders = {wide: folder for wide, (folder, _) in written.items()}
+        todo = groups(limits, folders, requests(written[needed[0]][1]))
         with ThreadPoolExecutor(limits.together if on_gpu() else 1) as pool:
             running = [pool.submit(produce, *group) for group in todo]
-            right = compare_all(folder, found, len(running))
+            right = compare_all(list(folders.values()), found, len(running))
         for group in running:
             group.result()
     return right == sum(len(cases) for _, cases in todo)
 
 
-def compare_all(folder: Path, found: queue.Queue[world.Result | None], producers: int) -> int:
+def compare_all(folders: list[Path], found: queue.Queue[world.Result | None], producers: int) -> int:
     """Rows of all results as they come, those that one rank's must come before held back; how many are right."""
-    reference = Judge(folder) if on_gpu() else None
-    alone_outputs: dict[str, list[dict[str, Any]]] = {}
+    references = {str(folder): Judge(folder) for folder in folders if on_gpu()}
+    alone_outputs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     waiting: list[world.Result] = []
     right = 0
     while producers:
@@ -242,18 +273,18 @@ def compare_all(folder: Path, found: queue.Queue[world.Result | None], producers
         waiting.append(result)
         if result.case["name"].startswith("one "):
             assert result.ranks is not None
-            alone_outputs[mode_of(result)] = result.ranks[0]["outputs"]
-        for ready in [one for one in waiting if mode_of(one) in alone_outputs]:
+            alone_outputs[twin_of(result)] = result.ranks[0]["outputs"]
+        for ready in [one for one in waiting if twin_of(one) in alone_outputs]:
             waiting.remove(ready)
-            right += judge(ready, reference, alone_outputs[mode_of(ready)])
+            right += judge(ready, references.get(ready.case["folder"]), alone_outputs[twin_of(ready)])
     for result in waiting:
         say(part="engines", case=result.case["name"], ok=False, why="one rank did not run in this mode")
     return right
 
 
-def mode_of(result: world.Result) -> str:
-    """eager or graphs."""
-    return str(result.case["name"].split()[-1])
+def twin_of(result: world.Result) -> tuple[str, str]:
+    """(checkpoint, eager or graphs): what a run of one rank must have in common with those that it is compared with."""
+    return result.case["folder"], str(result.case["name"].split()[-1])
 
 
 def run_reductions(limits: argparse.Namespace) -> bool:
@@ -288,7 +319,7 @@ def main() -> int:
     parser.add_argument("--parts", default="engines,reductions")
     parser.add_argument("--modes", default="graphs,eager")
     parser.add_argument("--forms", default=",".join(FORMS))
-    parser.add_argument("--kinds", default="tp2,ep2", help="tp2, ep2, tp2pp2")
+    parser.add_argument("--kinds", default="tp2,ep2", help=", ".join(KINDS))
     parser.add_argument("--launch", default="external,mp")
     parser.add_argument("--together", type=int, default=7, help="groups of ranks at a time on GPUs")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192")

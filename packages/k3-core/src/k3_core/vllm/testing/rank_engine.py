@@ -31,7 +31,11 @@ def noise_image(width: int, height: int, seed: int) -> Any:
 
 
 def facts(llm: Any) -> dict[str, Any]:
-    """What this rank's model is made of: reduction forms, experts held, layers of the stage, and blocks received."""
+    """What this rank's model is made of: reduction forms, experts held, layers of the stage, and blocks received.
+
+    ``wide_layers``: those of which this rank holds a scale byte above 128. ``kinds``: the first layer of each kind, as
+    this rank alone would warm them up.
+    """
     from k3_core.vllm.serving.moe_layer import MoeLayer
     from k3_core.vllm.serving.stack import TextStack
 
@@ -43,8 +47,31 @@ def facts(llm: Any) -> dict[str, Any]:
         "forms": sorted({layer.form for layer in layers}),
         "expert_parallel": any(layer.expert_parallel for layer in layers),
         "layers": [stack.start_layer, stack.end_layer],
+        "wide_layers": wide_layers(stack),
+        "kinds": kinds(stack),
         "graphs": str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode),
     }
+
+
+def wide_layers(stack: Any) -> list[int]:
+    """Layers of which this rank holds an expert's scale byte above 128, read back from whichever layout they lie in."""
+    from k3_core.vllm.serving.experts import RoutedExperts
+
+    def wide(layer: Any) -> bool:
+        experts = [m for m in layer.modules() if isinstance(m, RoutedExperts) and m.quantised]
+        tensors = [item for one in experts for item in one.store.tensors().items()]
+        scales = [t for name, t in tensors if name in ("w13_scale", "w2_scale", "s13", "s2")]
+        return any(int(t.view(torch.uint8).max()) > 128 for t in scales)
+
+    return [index for index, layer in stack.own_layers() if wide(layer)]
+
+
+def kinds(stack: Any) -> list[int]:
+    """The first layer of each kind on this rank."""
+    first: dict[Any, int] = {}
+    for index, layer in stack.own_layers():
+        first.setdefault(stack.kind(index, layer), index)
+    return sorted(first.values())
 
 
 def runner(llm: Any) -> Any:
