@@ -55,12 +55,13 @@ def randomise(worker: Any) -> int:
 def share_latent(worker: Any, ranks: int) -> int:
     """From now on long batches compute rank 0's share of the latent's projections, as one of ``ranks`` does.
 
-    Ours: the form ``adaptive`` of ``k3_core.vllm.serving.reductions`` from its ``SHARD_TOKENS`` tokens on. A sum over
-    ranks is left out. The latent's gathering is a stand-in that writes [T, L] twice, this rank's columns in place of
-    everyone's: what the collective leaves on each rank, and vLLM's pass behind it that lays the ranks' blocks side by
-    side. vLLM's own model: with tensor parallelism each rank multiplies its rows of the up-projection right into its
-    columns of the shared experts' result, for more than VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD (256) tokens; its
-    down-projection is whole on every rank. Shorter batches stay as they are. Weights stay whole, slices are views.
+    Ours: the form ``adaptive`` of ``k3_core.vllm.serving.reductions`` from its ``SHARD_TOKENS`` tokens on, and from
+    ``GATHER_TOKENS`` on a gathered latent, as the form ``sharded`` has, too. A sum over ranks is left out. The latent's
+    gathering is a stand-in that writes [T, L] twice, this rank's columns in place of everyone's: what the collective
+    leaves on each rank, and vLLM's pass behind it that lays the ranks' blocks side by side. vLLM's own model: with
+    tensor parallelism each rank multiplies its rows of the up-projection right into its columns of the shared experts'
+    result, for more than VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD (256) tokens; its down-projection is whole on every
+    rank. Shorter batches stay as they are. Weights stay whole, slices are views.
     Returns the number of layers; raises RuntimeError where there is none.
     """
     from k3_core.vllm.serving import reductions
@@ -88,7 +89,7 @@ def share_latent(worker: Any, ranks: int) -> int:
 def _share_ours(layer: Any, ranks: int) -> None:
     from k3_core.vllm.serving import reductions
 
-    layer.form, layer.ranks, layer.rank = "adaptive", ranks, 0
+    layer.form, layer.ranks, layer.rank, layer._gathers = "adaptive", ranks, 0, True
     by_form = layer.forward
 
     def forward(x: Tensor) -> Tensor:

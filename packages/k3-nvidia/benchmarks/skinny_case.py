@@ -174,10 +174,10 @@ def write_table(results: dict[str, Any], path: Path) -> None:
     rows.sort(key=lambda row: (row["n"], row["k"], row["m"]))
     data = json.loads(path.read_text())
     old = data["devices"].get(environment["device"], {"rows": []})["rows"]
-    ahead = {(row["m"], row["n"], row["k"]): row["ahead_mb"] for row in old if "ahead_mb" in row}
+    held = {(row["m"], row["n"], row["k"]): row["hold"] for row in old if "hold" in row}
     for row in rows:  # measured in a step (sweep_moe_step.py), whatever kernel it is
-        if found := ahead.get((row["m"], row["n"], row["k"])):
-            row["ahead_mb"] = found
+        if found := held.get((row["m"], row["n"], row["k"])):
+            row["hold"] = found
     data["devices"][environment["device"]] = {
         "date": environment["date"],
         "measured": f"{environment['dtype']}, torch {environment['torch']}, triton {environment['triton']}, marginal "

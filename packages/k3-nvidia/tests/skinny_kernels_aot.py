@@ -14,10 +14,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import sass_hazards
+
 BLOCK_OPTIONS = {"EVEN_N": False, "RESIDUAL": True, "PDL": True}
 #: name -> (kernel, constants, warps, stages): the shapes of decode at batch 1, 4, 8, 16 and 32.
 TRITON: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "vector 1": ("vector", {"M": 1, "BN": 8, "BK": 1024, "SPLITS": 1}, 4, 1),
+    "vector 1 holds 2": ("vector", {"M": 1, "BN": 8, "BK": 1024, "SPLITS": 1, "HOLD": 2}, 4, 1),
+    "vector 1 cut holds 2": ("vector", {"M": 1, "BN": 8, "BK": 512, "SPLITS": 7, "HOLD": 2}, 2, 1),
+    "vector 4 holds 1": ("vector", {"M": 4, "BN": 4, "BK": 1024, "SPLITS": 1, "HOLD": 1}, 4, 1),
+    "dot 8 holds 1": ("dot", {"BM": 8, "BN": 64, "BK": 128, "SPLITS": 2, "HOLD": 1}, 4, 5),
+    "dot 8 holds 2": ("dot", {"BM": 8, "BN": 64, "BK": 128, "SPLITS": 2, "HOLD": 2}, 4, 5),
+    "dot 16 holds 1": ("dot", {"BM": 16, "BN": 64, "BK": 128, "SPLITS": 1, "HOLD": 1}, 4, 5),
+    "dot 16 holds 2": ("dot", {"BM": 16, "BN": 64, "BK": 128, "SPLITS": 1, "HOLD": 2}, 4, 5),
+    "dot 32 holds 1": ("dot", {"BM": 32, "BN": 64, "BK": 128, "SPLITS": 1, "HOLD": 1}, 4, 6),
+    "dot 32 holds 2": ("dot", {"BM": 32, "BN": 64, "BK": 128, "SPLITS": 1, "HOLD": 2}, 4, 6),
     "vector 1 cut": ("vector", {"M": 1, "BN": 8, "BK": 512, "SPLITS": 7}, 2, 1),
     "vector 4": ("vector", {"M": 4, "BN": 4, "BK": 1024, "SPLITS": 1}, 4, 1),
     "dot 8": ("dot", {"BM": 8, "BN": 64, "BK": 128, "SPLITS": 2}, 4, 5),
@@ -44,10 +55,14 @@ def disassemble(cubin: Path) -> dict[str, Any]:
     counts = {
         "evict_first": r"LDG\.E\.EF\.128", "not_kept": r"LDG\.E\.NA\.128", "copies": r"LDGSTS[.A-Z]*128",
         "tensor_core": r"H[G]?MMA", "spills": r"\b(?:LDL|STL)\b", "prefetch": r"CCTL\.E\.PF2",
-        "wait": r"ACQBULK", "narrow_copies": r"LDGSTS\.E(?!\.BYPASS\.128|\.128|\.BYPASS\.LTC128B\.128)",
+        "wait": r"ACQBULK",
+        "narrow_copies": r"LDGSTS\.E(?!\.BYPASS\.128|\.128|\.BYPASS\.LTC128B\.128)",
     }  # fmt: skip
     found = {name: len(re.findall(pattern, sass)) for name, pattern in counts.items()}
-    return {"registers": int(used[1]), "stack": int(used[2]), **found}
+    # loads of weights that are asked for before the kernel waits for the one before it
+    found["held"] = len(re.findall(r"LDG\.E\.EF\.128|LDGSTS[.A-Z]*128", sass.partition("ACQBULK")[0]))
+    hazards = sass_hazards.hazards(sass)
+    return {"registers": int(used[1]), "stack": int(used[2]), "hazards": hazards, **found}
 
 
 def triton_rows(arch: int) -> None:
@@ -57,7 +72,7 @@ def triton_rows(arch: int) -> None:
 
     types = dict.fromkeys(("out_ptr", "x_ptr", "w_ptr", "residual_ptr"), "*bf16") | {"partial_ptr": "*fp32"}
     for name, (kind, constants, warps, stages) in TRITON.items():
-        constants = {**constants, **BLOCK_OPTIONS}
+        constants = {"HOLD": 0, **constants, **BLOCK_OPTIONS}
         if kind == "dot":
             constants |= {"EVEN_K": True, "INTERPRET": False}
         kernel = skinny_gemm.vector_kernel if kind == "vector" else skinny_gemm.dot_kernel

@@ -128,7 +128,7 @@ class Layer(moe.MoE):
 
         self.text = SimpleNamespace(routed_expert_hidden_size=LATENT, expert_hidden_size=LATENT)
         self.one_input = self._fused = True
-        self._joined, self.form = False, "none"
+        self._joined, self._gathers, self.form = False, False, "none"
         self._schedules = ((1 << 20, how),)
         self.rows = Rows()
         self.rows.add("routed_expert_down_proj", LATENT)
@@ -269,7 +269,7 @@ def test_a_long_batch_computes_its_latent_by_ranks(how: Schedule, monkeypatch: p
     """Whatever the schedule of the layer is; what is gathered is the latent that one rank would compute."""
     x = torch.linspace(-1, 1, TOKENS * HIDDEN, dtype=torch.float64).view(TOKENS, HIDDEN)
     want = Layer(Schedule()).partial(x)
-    monkeypatch.setattr(reductions, "SHARD_TOKENS", TOKENS)
+    monkeypatch.setattr(reductions, "GATHER_TOKENS", TOKENS)
     gathered: list[tuple[int, ...]] = []
     group = Group(2)
     real = group.all_gather
@@ -282,7 +282,7 @@ def test_a_long_batch_computes_its_latent_by_ranks(how: Schedule, monkeypatch: p
 
     def work(rank: int) -> tuple[Tensor, Tensor]:
         layer = Layer(how)
-        layer.form, layer.rank, layer.ranks = "adaptive", rank, 2
+        layer.form, layer.rank, layer.ranks, layer._gathers = "adaptive", rank, 2, True
         return layer.partial(x)
 
     with groups(group, Group()):
@@ -342,11 +342,18 @@ def test_the_sweep_keeps_one_stream_unless_another_gains(monkeypatch: pytest.Mon
     def row(tokens: int, choice: float, split: float) -> dict[str, Any]:
         return {"tokens": tokens, "us": {"one stream": 100.0, "choice": choice, "split+shared": split}}
 
-    rows = [row(1, 90, 95), row(8, 91, 95), row(16, 99.6, 99.9), row(128, 99, 80), row(512, 100, 101)]
+    rows = [
+        row(1, 90, 95),
+        row(8, 91, 95),
+        row(16, 99.6, 99.9),
+        row(128, 99, 80),
+        row(512, 79.9, 80),
+        row(2048, 70, 70),
+    ]
     want = [
         {"up_to": 8, "schedule": "choice"},
         {"up_to": 16, "schedule": "one stream"},
-        {"up_to": 128, "schedule": "split+shared"},
+        {"up_to": 512, "schedule": "split+shared"},  # kept where another is no faster to speak of
     ]
     assert sweep.entries(rows) == want
     assert moe_step.override(sweep.override_of(want)) == tuple(
@@ -358,26 +365,27 @@ def test_the_sweep_keeps_one_stream_unless_another_gains(monkeypatch: pytest.Mon
     assert moe_step.choose(found, 5) == Schedule(choice=True)
     assert moe_step.choose(found, 16) == Schedule()
     assert moe_step.choose(found, 17) == Schedule(split=True, shared=True)
-    assert moe_step.choose(found, 129) == Schedule()
+    assert moe_step.choose(found, 513) == Schedule(), "the host's launches bound an eager step"
     assert moe_step.schedules("a device", 384) == ()
-    assert moe_step.edges("a device") == [8, 16, 128]
+    assert moe_step.edges("a device") == [8, 16, 512]
+    long = [*rows, row(8192, 99, 98)]
+    assert sweep.entries(long)[-2:] == [
+        {"up_to": 2048, "schedule": "one stream"}, {"up_to": 8192, "schedule": "split+shared"},
+    ]  # fmt: skip
 
 
-def test_the_sweep_counts_a_schedule_with_what_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_writes_what_the_fastest_schedule_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     sweep = importlib.import_module("sweep_moe_step")
-    ahead = {
-        "one stream": {"us": 100.0, "without": 100.0, "mb": {}},
-        "early": {"us": 90.0, "without": 99.0, "mb": {"24x64": 8.0, "48x64": 4.0}},
-    }
     rows = [
-        {"tokens": 1, "us": {"one stream": 100.0, "choice": 95.0, "early": 99.0}, "ahead": ahead},
-        {"tokens": 8, "us": {"one stream": 100.0, "choice": 95.0, "early": 99.0}},
+        {"tokens": 1, "held": {"early": {"us": 90, "held": {"24x64": 2}}, "shared": {"us": 91, "held": {"96x64": 2}}}},
+        {"tokens": 8, "held": {"early": {"us": 95, "held": {"24x64": 1}}, "shared": {"us": 93, "held": {}}}},
     ]
-    found = sweep.entries(rows)
-    assert [(e["up_to"], e["schedule"]) for e in found] == [(1, "early"), (8, "choice")]
-    sizes = [{"m": m, "n": n, "k": 64, "best": []} for m in (1, 8) for n in (24, 96)]
-    table = sweep.with_ahead({"devices": {"a device": {"rows": sizes}, "another": {"rows": []}}}, "a device", rows)
-    got = {(e["m"], e["n"]): e.get("ahead_mb") for e in table["devices"]["a device"]["rows"]}
-    assert got == {(1, 24): 8.0, (1, 96): None, (8, 24): None, (8, 96): None}
-    assert not any("ahead_mb" in row for row in sizes), "the table that was given stays as it is"
+    sizes = [{"m": m, "n": n, "k": 64, "best": [], "hold": 1} for m in (1, 2, 8, 16) for n in (24, 96, 48)]
+    table = sweep.with_held({"devices": {"a device": {"rows": sizes}, "another": {"rows": []}}}, "a device", rows)
+    got = {(e["m"], e["n"]): e.get("hold") for e in table["devices"]["a device"]["rows"]}
+    assert got == {
+        (1, 24): 2, (1, 96): None, (2, 24): None, (2, 96): None, (8, 24): None, (8, 96): None,
+        (16, 24): 1, (16, 96): 1, (1, 48): 1, (2, 48): 1, (8, 48): 1, (16, 48): 1,
+    }  # fmt: skip
+    assert all("hold" in row for row in sizes), "the table that was given stays as it is"

@@ -64,40 +64,48 @@ def test_every_entry_of_the_shipped_table_is_a_configuration() -> None:
                     assert config.kind != "vector" or row["m"] <= skinny_gemm.MAX_VECTOR_ROWS
 
 
-def asked(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """Steps that the products of 1 and 8 rows of a table ask for ahead."""
+def held(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Steps that the products of 1 and 8 rows of a table hold."""
     monkeypatch.setattr(tuning, "table", lambda: {"devices": {"a GPU": {"rows": rows}}})
     tuning._winners.cache_clear()
     found = tuning.choices(1024, 4096, "a GPU", TRITON)
     tuning._winners.cache_clear()
-    return [None if choice is None else few_rows._product_config(choice).ahead for choice in (found[1], found[8])]
+    return [None if choice is None else few_rows._product_config(choice).hold for choice in (found[1], found[8])]
 
 
-def test_what_is_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 programs with steps of 64 rows x 128 columns: 0.52 MB a step, 32 steps in all."""
-    dot = {"kind": "dot", "block_n": 64, "block_k": 128, "splits": 2, "warps": 4, "pdl": True}
-    rows = [{"m": m, "n": 1024, "k": 4096, "best": [{"kernel": "triton", "config": dot}]} for m in (1, 8)]
-    assert asked(rows, monkeypatch) == [1, 1], "without a figure the first step"
-    assert asked([rows[0] | {"ahead_mb": 2.0}, rows[1]], monkeypatch) == [4, 1]
-    assert asked([rows[0] | {"ahead_mb": 100.0}, rows[1] | {"ahead_mb": 0.1}], monkeypatch) == [16, 1], "all of a cut"
-    monkeypatch.setenv("K3_AHEAD", "1024x4096:2,64x64:8")
-    assert asked([rows[0], rows[1] | {"ahead_mb": 100.0}], monkeypatch) == [4, 4]
-    monkeypatch.setenv("K3_AHEAD", "")
-    assert asked([rows[0] | {"ahead_mb": 100.0}, rows[1]], monkeypatch) == [1, 1]
+def test_what_a_product_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = {"n": 1024, "k": 4096}
+    one = {"m": 1, **size, "best": [{"kernel": "triton", "config": VECTOR}]}
+    eight = {"m": 8, **size, "best": [{"kernel": "triton", "config": DOT}]}
+    assert held([one, eight], monkeypatch) == [0, 0], "nothing where nothing was measured"
+    assert held([one | {"hold": 2}, eight | {"hold": 1}], monkeypatch) == [2, 1]
+    monkeypatch.setenv("K3_HOLD", "dot:2")
+    assert held([one | {"hold": 2}, eight | {"hold": 1}], monkeypatch) == [0, 2]
+    monkeypatch.setenv("K3_HOLD", "")
+    assert held([one | {"hold": 2}, eight | {"hold": 1}], monkeypatch) == [0, 0]
+    monkeypatch.setenv("K3_HOLD", "vector:1,dot:1")
+    cute = {"m": 8, **size, "best": [{"kernel": "cute", "config": CUTE}]}
+    monkeypatch.setattr(tuning, "table", lambda: {"devices": {"a GPU": {"rows": [cute | {"hold": 2}]}}})
+    tuning._winners.cache_clear()
+    choice = tuning.choices(1024, 4096, "a GPU", BOTH)[8]
+    tuning._winners.cache_clear()
+    assert choice is not None
+    assert dict(choice.config) == CUTE, "its kernel holds nothing"
 
 
-@pytest.mark.parametrize("text", ["12", "1024x4096", "1024x4096:-1", "1024x4096:nan", "axb:1", "1x2x3:4"])
-def test_what_is_no_size_to_ask_for_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"K3_AHEAD=.*it is read as"):
+@pytest.mark.parametrize("text", ["2", "vector", "vector:3", "dot:-1", "dot:x", "cute:1"])
+def test_what_cannot_be_held_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"K3_HOLD=.*it is read as"):
         tuning.override(text)
 
 
-def test_more_steps_than_a_cut_has_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(skinny_gemm, "_dot", lambda grid, *args, **options: seen.append(args[-2:]))
+def test_no_more_steps_are_held_than_a_cut_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(skinny_gemm, "_dot", lambda grid, *args, HOLD, **options: seen.append(HOLD))
     x, weight = torch.zeros(8, 512).bfloat16(), torch.zeros(64, 512).bfloat16()
-    skinny_gemm.skinny_gemm(x, weight, skinny_gemm.Config("dot", 64, 128, 2, 4, pdl=True, ahead=9))
-    assert seen == [(2, 2)], "steps of a cut, steps asked for"
+    for splits in (2, 4):
+        skinny_gemm.skinny_gemm(x, weight, skinny_gemm.Config("dot", 64, 128, splits, 4, pdl=True, hold=2))
+    assert seen == [2, 1]
 
 
 def hooked(calls: list[int]) -> tuple[few_rows.FewRows, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,34 @@ def test_conditions_of_the_forms(changes: dict, form: str, refused: list[str]) -
             reductions.choose(facts, name)
 
 
+@pytest.mark.parametrize(
+    ("changes", "form"),
+    [
+        ({"peer_sums": True}, "sharded"),
+        ({}, "adaptive"),
+        ({"ranks": 1, "peer_sums": True}, "none"),
+        ({"ranks": 6, "hidden": 256, "peer_sums": True}, "merged"),
+        ({"shared": False, "peer_sums": True}, "separate"),
+        ({"latent": False}, "merged"),
+    ],
+)
+def test_on_gpus_that_were_measured_a_rank_up_projects_its_share(changes: dict, form: str) -> None:
+    assert reductions.choose(dataclasses.replace(USUAL, nvidia=True, **changes)) == form
+
+
+def test_peers_are_asked_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's sum over peers, made for the group and not switched off; no group, no peers."""
+    for own, want in ((None, False), (SimpleNamespace(disabled=True), False), (SimpleNamespace(disabled=False), True)):
+        group = SimpleNamespace(device_communicator=SimpleNamespace(ca_comm=own))
+        monkeypatch.setattr(reductions, "get_tp_group", lambda group=group: group)
+        assert reductions._peer_sums() == want
+    monkeypatch.setattr(reductions, "get_tp_group", lambda: SimpleNamespace(device_communicator=None))
+    assert not reductions._peer_sums()
+    monkeypatch.undo()
+    monkeypatch.setattr("vllm.distributed.parallel_state._TP", None)
+    assert not reductions._peer_sums()
+
+
 def test_an_unknown_form_is_named() -> None:
     with pytest.raises(ConfigError, match="'ring' is unknown"):
         reductions.choose(USUAL, "ring")
@@ -76,6 +105,7 @@ def test_the_adaptive_form_sums_as_the_merged_one(
     facts = reductions.facts
     monkeypatch.setattr(reductions, "facts", lambda *args: dataclasses.replace(facts(*args), on_cpu=False))
     monkeypatch.setattr(reductions, "SHARD_TOKENS", cut_from)
+    monkeypatch.setattr(reductions, "GATHER_TOKENS", cut_from)
     config = CheckpointReader(nvidia_tiny).config
     latent, hidden = config.text.routed_expert_hidden_size, config.text.hidden_size
     generator = torch.Generator().manual_seed(3)
@@ -93,6 +123,7 @@ def test_the_adaptive_form_sums_as_the_merged_one(
         found._finish.norm = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
         found.partial = lambda x: tuple(part.clone() for part in partial[rank])
         assert found.latent_by_ranks(5) == (form == "adaptive" and cut_from == 1)
+        assert not found.latent_by_ranks(cut_from - 1)
         return found
 
     def summed(form: str) -> tuple[list[torch.Tensor], list[int]]:

@@ -77,6 +77,7 @@ def layer(nvidia_tiny: Path) -> Any:
 @pytest.fixture
 def _short_is_below_six(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reductions, "SHARD_TOKENS", LONG)
+    monkeypatch.setattr(reductions, "GATHER_TOKENS", LONG)
     monkeypatch.setattr(reductions, "merged", None)  # what short batches of the form would take: copies, same values
     for name in ("tensor_model_parallel_all_gather", "tensor_model_parallel_all_reduce"):
         monkeypatch.setattr(reductions, name, getattr(reductions, name))  # put back afterwards

@@ -47,8 +47,14 @@ SHAPES = [
     (17, 70, 192),
     (32, 40, 328),
 ]
-VECTOR = [Config("vector", 8, 128, 1, 1), Config("vector", 16, 64, 3, 1), Config("vector", 4, 512, 2, 2)]
-DOT = [Config("dot", 16, 64, 1, 4, 3), Config("dot", 64, 128, 3, 4, 2)]
+VECTOR = [
+    Config("vector", 8, 128, 1, 1), Config("vector", 16, 64, 3, 1), Config("vector", 4, 512, 2, 2),
+    Config("vector", 8, 128, 1, 1, hold=1), Config("vector", 16, 64, 3, 1, hold=2),
+]  # fmt: skip
+DOT = [
+    Config("dot", 16, 64, 1, 4, 3), Config("dot", 64, 128, 3, 4, 2), Config("dot", 16, 64, 1, 4, 3, hold=1),
+    Config("dot", 64, 128, 2, 4, 2, hold=2),
+]  # fmt: skip
 CASES = [(c, s) for c in VECTOR for s in SHAPES if s[0] <= kernel.MAX_VECTOR_ROWS] + [
     (c, s) for c in DOT for s in SHAPES
 ]
@@ -90,7 +96,9 @@ def ours(config: Config) -> Run:
     return lambda x, weight, residual, out: kernel.skinny_gemm(x, weight, config, residual, out)
 
 
-@pytest.mark.parametrize(("config", "shape"), CASES, ids=lambda v: v.name if isinstance(v, Config) else str(v))
+@pytest.mark.parametrize(
+    ("config", "shape"), CASES, ids=lambda v: f"{v.name}-h{v.hold}" if isinstance(v, Config) else str(v)
+)
 def test_conforms(config: Config, shape: tuple[int, int, int]) -> None:
     # Both dtypes and both epilogues over the shapes, each once a configuration: the interpreter is slow.
     index = SHAPES.index(shape)

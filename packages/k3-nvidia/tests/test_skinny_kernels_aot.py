@@ -42,6 +42,9 @@ def test_triton_budgets(arch: int) -> None:
         assert row["stack"] == 0, f"{name}: {row}"
         assert row["spills"] == 0, f"{name}: {row}"
         assert row["wait"] == 1, f"{name} waits once for the kernel before: {row}"
+        assert row["hazards"] == [], f"{name}: {row['hazards'][:5]}"
+        steps = int(name[-1]) if "holds" in name else 0
+        assert row["held"] == 8 * steps * (1 if "vector 4" not in name else 0.5), f"{name} before it waits: {row}"
         assert row["prefetch"] >= 1, f"{name} asks for weights before it waits: {row}"
         if name.startswith("vector"):
             assert row["evict_first"] >= 8, f"{name} does not load whole 16 bytes of W: {row}"
@@ -53,7 +56,8 @@ def test_triton_budgets(arch: int) -> None:
             assert row["narrow_copies"] == 0, f"{name} copies less than 16 bytes a lane: {row}"
             # sm_120 has 100 KB: one program fits
             room = SHARED_PER_MULTIPROCESSOR // 2 - 1024 if arch != 120 else 99 * 1024
-            assert row["shared"] <= room, f"two programs must fit: {row}"
+            if "holds" not in name:  # a table names those where they were faster, with a ring that is one step less
+                assert row["shared"] <= room, f"two programs must fit: {row}"
 
 
 @pytest.mark.slow

@@ -11,8 +11,9 @@ At these sizes the product is a read of W: floor = 2 N K bytes at the bandwidth 
   take W as the 64-row operand, so that x's few rows are its narrow side.
 - Narrow matrices have too few row tiles for every multiprocessor: K is then cut. Partial sums go to the L2 and the last
   program of a tile to arrive adds them, always in the order of the cuts, so the same input gives the same bits.
-- With programmatic dependent launch a program asks the L2 for the head of its weights before it waits for x: how many
-  steps of them (``Config.ahead``) is what memory can bring while the kernels before still run.
+- With programmatic dependent launch a program loads its first steps of W (``Config.hold``) before it waits for x, while
+  the kernels before still run, and asks the L2 for one step more. What lies in registers need not cross the L2's port
+  again, which is hardly wider than the memory's: asking the L2 for more steps than one gained nothing.
 """
 
 # mypy: allow-untyped-defs
@@ -20,7 +21,7 @@ At these sizes the product is a read of W: floor = 2 N K bytes at the bandwidth 
 # (bodies of Triton kernels have no Python types; tuples grow inside them)
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from k3_core.operators.triton_host import Launcher, interpreting
 MAX_ROWS = 32
 MAX_VECTOR_ROWS = 4
 MAX_TILES = 8192
+MAX_HOLD = 2
 MAX_STRIDE = (1 << 31) // MAX_ROWS - 1
 #: Elements of 16 bytes.
 VECTOR = 8
@@ -47,12 +49,11 @@ def _prefetch(pointers):
 
 
 @triton.jit
-def _prefetch_steps(w_ptr, n, first, ahead, N, K, stride_w, BK: tl.constexpr):
-    """The first ``ahead`` steps of BK elements of every row of a tile, by lines of 64 elements."""
-    row = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * stride_w
-    column = first + tl.arange(0, BK // 64) * 64
-    for step in range(0, ahead):
-        _prefetch(row + tl.minimum(column + step * BK, K - 1)[None, :])
+def _prefetch_tile(w_ptr, n, first, N, K, stride_w, LINES: tl.constexpr):
+    """LINES lines (64 elements each) of every row of a tile, from column ``first`` on."""
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    column = tl.minimum(first + tl.arange(0, LINES) * 64, K - 1)
+    _prefetch(w_ptr + row[:, None] * stride_w + column[None, :])
 
 
 @triton.jit
@@ -74,10 +75,8 @@ def _store(out_ptr, residual_ptr, value, m, n, mask, stride_out, stride_residual
 
 
 @triton.jit
-def _load_step(
-    w_ptr, x_ptr, n, k, M: tl.constexpr, N, end, stride_w, stride_x, EVEN_N: tl.constexpr,
-):  # fmt: skip
-    """One step's weights [lanes, BN, 8] and M rows of x [lanes, 1, 8]; zeros past the end. k [lanes]: first elements.
+def _load_weights(w_ptr, n, k, N, end, stride_w, EVEN_N: tl.constexpr):
+    """One step's weights [lanes, BN, 8]; zeros past the end. k [lanes]: first elements.
 
     Lanes come first so that Triton spreads them over the warps before the rows: a warp then reads 512 bytes of a row,
     and a lane holds the same columns of x as of every row of W.
@@ -85,44 +84,71 @@ def _load_step(
     inside = (k < end)[:, None, None]
     mask = inside if EVEN_N else (n < N)[None, :, None] & inside
     column = k[:, None, None] + tl.arange(0, 8)[None, None, :]
-    w = tl.load(
+    return tl.load(
         w_ptr + n.to(tl.int64)[None, :, None] * stride_w + column, mask=mask, other=0.0, eviction_policy="evict_first"
     )
+
+
+@triton.jit
+def _load_rows(x_ptr, k, M: tl.constexpr, end, stride_x):
+    """One step's M rows of x [lanes, 1, 8]; zeros past the end."""
+    inside = (k < end)[:, None, None]
+    column = k[:, None, None] + tl.arange(0, 8)[None, None, :]
     rows = ()
     for m in tl.static_range(M):
         rows = rows + (tl.load(x_ptr + m * stride_x + column, mask=inside, other=0.0),)
-    return w, rows
+    return rows
 
 
-@triton.jit(do_not_specialize=["steps", "ahead"])
+@triton.jit
+def _added(sums, w, rows, M: tl.constexpr):
+    """The sums of M rows with one step's products."""
+    wide = w.to(tl.float32)
+    added = ()
+    for m in tl.static_range(M):
+        added = added + (sums[m] + tl.sum(wide * rows[m].to(tl.float32), 2),)
+    return added
+
+
+@triton.jit(do_not_specialize=["steps"])
 def vector_kernel(
     out_ptr, x_ptr, w_ptr, residual_ptr, partial_ptr, ticket_ptr, N, K, stride_x, stride_w, stride_out,
-    stride_residual, steps, ahead,
+    stride_residual, steps,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EVEN_N: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    """Program (row tile, cut): BN rows of W against M rows of x over ``steps`` steps of BK."""
+    """Program (row tile, cut): BN rows of W against M rows of x over ``steps`` steps of BK, HOLD (0 to 2) of them
+    loaded before x is waited for."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
     first = split * steps * BK
-    if PDL:
-        _prefetch_steps(w_ptr, n, first, ahead, N, K, stride_w, BK)
-        gdc_wait()
     k = first + tl.arange(0, BK // 8) * 8
     end = tl.minimum(K, first + steps * BK)
+    if HOLD > 0:
+        w = _load_weights(w_ptr, n, k, N, end, stride_w, EVEN_N)
+    if HOLD > 1:
+        next_w = _load_weights(w_ptr, n, k + BK, N, end, stride_w, EVEN_N)
+    if PDL:
+        _prefetch_tile(w_ptr, n, first + HOLD * BK, N, K, stride_w, BK // 64)
+        gdc_wait()
     sums = ()
     for _ in tl.static_range(M):
         sums = sums + (tl.zeros((BK // 8, BN), tl.float32),)
-    w, rows = _load_step(w_ptr, x_ptr, n, k, M, N, end, stride_w, stride_x, EVEN_N)
-    for _ in range(0, steps):
+    if HOLD == 0:
+        w = _load_weights(w_ptr, n, k, N, end, stride_w, EVEN_N)
+    rows = _load_rows(x_ptr, k, M, end, stride_x)
+    if HOLD > 1:
         k += BK
-        next_w, next_rows = _load_step(w_ptr, x_ptr, n, k, M, N, end, stride_w, stride_x, EVEN_N)
-        wide = w.to(tl.float32)
-        added = ()
-        for m in tl.static_range(M):
-            added = added + (sums[m] + tl.sum(wide * rows[m].to(tl.float32), 2),)
-        sums = added
+        next_rows = _load_rows(x_ptr, k, M, end, stride_x)
+        sums = _added(sums, w, rows, M)
+        w = next_w
+        rows = next_rows
+    for _ in range(HOLD // 2, steps):
+        k += BK
+        next_w = _load_weights(w_ptr, n, k, N, end, stride_w, EVEN_N)
+        next_rows = _load_rows(x_ptr, k, M, end, stride_x)
+        sums = _added(sums, w, rows, M)
         w = next_w
         rows = next_rows
     if PDL:
@@ -142,43 +168,71 @@ def vector_kernel(
                 _store(out_ptr, residual_ptr, total, m, n, there, stride_out, stride_residual, RESIDUAL)
 
 
-@triton.jit(do_not_specialize=["M", "steps", "ahead"])
+@triton.jit
+def _dot_weights(ptrs, rows, k, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """One step's weights [BN, BK]; zeros past the end."""
+    if EVEN_K and EVEN_N:
+        return tl.load(ptrs, eviction_policy="evict_first")
+    elif EVEN_K:
+        return tl.load(ptrs, mask=rows, other=0.0, eviction_policy="evict_first")
+    else:
+        return tl.load(ptrs, mask=rows & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _dot_rows(ptrs, columns, k, K, EVEN_K: tl.constexpr):
+    """One step's rows of x [BK, BM]; zeros past the end."""
+    if EVEN_K:
+        return tl.load(ptrs, mask=columns, other=0.0)
+    else:
+        return tl.load(ptrs, mask=columns & (k < K)[:, None], other=0.0)
+
+
+@triton.jit
+def _multiply(w, x, acc, INTERPRET: tl.constexpr):
+    """acc + W x in fp32."""
+    if INTERPRET:
+        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(w, x, acc)
+
+
+@triton.jit(do_not_specialize=["M", "steps"])
 def dot_kernel(
     out_ptr, x_ptr, w_ptr, residual_ptr, partial_ptr, ticket_ptr, M, N, K, stride_x, stride_w, stride_out,
-    stride_residual, steps, ahead,
+    stride_residual, steps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    EVEN_K: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Program (row tile, cut): [BN, BM] of the transposed result on the tensor cores."""
+    """Program (row tile, cut): [BN, BM] of the transposed result on the tensor cores. HOLD: as ``vector_kernel``, at
+    most ``steps``."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
     first = split * steps * BK
-    if PDL:
-        _prefetch_steps(w_ptr, n, first, ahead, N, K, stride_w, BK)
-        gdc_wait()
     m = tl.arange(0, BM)
     k = first + tl.arange(0, BK)
     w_ptrs = w_ptr + n.to(tl.int64)[:, None] * stride_w + k[None, :]
     x_ptrs = x_ptr + m.to(tl.int64)[None, :] * stride_x + k[:, None]
     rows = (n < N)[:, None]
     columns = (m < M)[None, :]
+    if HOLD > 0:
+        w0 = _dot_weights(w_ptrs, rows, k, K, EVEN_N, EVEN_K)
+    if HOLD > 1:
+        w1 = _dot_weights(w_ptrs + BK, rows, k + BK, K, EVEN_N, EVEN_K)
+    if PDL:
+        _prefetch_tile(w_ptr, n, first + HOLD * BK, N, K, stride_w, BK // 64)
+        gdc_wait()
     acc = tl.zeros((BN, BM), tl.float32)
-    for i in range(0, steps):
-        if EVEN_K and EVEN_N:
-            w = tl.load(w_ptrs, eviction_policy="evict_first")
-        elif EVEN_K:
-            w = tl.load(w_ptrs, mask=rows, other=0.0, eviction_policy="evict_first")
-        else:
-            w = tl.load(w_ptrs, mask=rows & (k + i * BK < K)[None, :], other=0.0, eviction_policy="evict_first")
-        if EVEN_K:
-            x = tl.load(x_ptrs, mask=columns, other=0.0)
-        else:
-            x = tl.load(x_ptrs, mask=columns & (k + i * BK < K)[:, None], other=0.0)
-        if INTERPRET:
-            acc = tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(w, x, acc)
+    if HOLD > 0:
+        acc = _multiply(w0, _dot_rows(x_ptrs, columns, k, K, EVEN_K), acc, INTERPRET)
+    if HOLD > 1:
+        acc = _multiply(w1, _dot_rows(x_ptrs + BK, columns, k + BK, K, EVEN_K), acc, INTERPRET)
+    w_ptrs += HOLD * BK
+    x_ptrs += HOLD * BK
+    for i in range(HOLD, steps):
+        w = _dot_weights(w_ptrs, rows, k + i * BK, K, EVEN_N, EVEN_K)
+        acc = _multiply(w, _dot_rows(x_ptrs, columns, k + i * BK, K, EVEN_K), acc, INTERPRET)
         w_ptrs += BK
         x_ptrs += BK
     if PDL:
@@ -207,7 +261,7 @@ class Config:
 
     kind: ``vector`` (M <= 4) or ``dot``. block_n: rows of W a program. block_k: elements of K a step. splits: cuts of
     K. warps; stages: ring of asynchronous copies (``dot`` only). pdl: programmatic dependent launch, capability 9.0 up.
-    ahead: steps of its weights that a program asks the L2 for before it waits for x (only with pdl).
+    hold: steps of W that a program loads before it waits for x, 0 to 2 (with pdl; else before it does anything).
     """
 
     kind: str
@@ -217,14 +271,7 @@ class Config:
     warps: int
     stages: int = 2
     pdl: bool = False
-    ahead: int = 1
-
-    def asking(self, megabytes: float, n: int, k: int) -> Config:
-        """The same whose programs together ask for that much of a weight [N, K] ahead; at least one step each."""
-        programs = triton.cdiv(n, self.block_n) * self.splits
-        most = triton.cdiv(k, self.block_k * self.splits)
-        steps = round(megabytes * 1e6 / (programs * self.block_n * self.block_k * 2))
-        return replace(self, ahead=min(max(steps, 1), most))
+    hold: int = 0
 
     @property
     def name(self) -> str:
@@ -322,7 +369,6 @@ def skinny_gemm(
     tiles = triton.cdiv(outer, config.block_n)
     steps = triton.cdiv(triton.cdiv(inner, config.block_k), config.splits)
     splits = triton.cdiv(triton.cdiv(inner, config.block_k), steps)
-    ahead = min(config.ahead, steps)
     partial = ticket = out
     if splits > 1:
         if tiles > MAX_TILES:
@@ -337,18 +383,16 @@ def skinny_gemm(
     strides = (x.stride(0), weight.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0)
     common = {
         "BN": config.block_n, "BK": config.block_k, "SPLITS": splits, "EVEN_N": outer % config.block_n == 0,
-        "RESIDUAL": residual is not None, "PDL": pdl,
+        "RESIDUAL": residual is not None, "PDL": pdl, "HOLD": min(config.hold, steps),
     }  # fmt: skip
     if config.kind == "vector":
         constants = {"M": rows, **common}
-        _vector((tiles, splits), out, x, weight, *shared, outer, inner, *strides, steps, ahead, **constants, **options)
+        _vector((tiles, splits), out, x, weight, *shared, outer, inner, *strides, steps, **constants, **options)
     else:
         # the cuts cover K exactly when every step of every cut is whole
         constants = {
             "BM": block_m(rows), **common, "EVEN_K": steps * splits * config.block_k == inner,
             "INTERPRET": interpreting(),
         }  # fmt: skip
-        _dot(
-            (tiles, splits), out, x, weight, *shared, rows, outer, inner, *strides, steps, ahead, **constants, **options
-        )
+        _dot((tiles, splits), out, x, weight, *shared, rows, outer, inner, *strides, steps, **constants, **options)
     return out

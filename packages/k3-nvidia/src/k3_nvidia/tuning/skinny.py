@@ -4,10 +4,9 @@ Rule: a device, a matrix size or a row count that was not measured is cuBLAS's, 
 ours was faster by ``MARGIN``. M in between takes the entry of the next larger M that was measured. Where the CuTe DSL
 is not installed its entries are passed over for the next best. An empty table changes nothing.
 
-``ahead_mb`` of a row is how much of its weight a product of Triton asks the L2 for before it waits for its input: what
-memory can bring while the kernels that a layer has before it still run (``benchmarks/sweep_ahead.py``). Without one
-each program asks for its first step. ``K3_AHEAD`` overrides it, for measurements: ``7168x3584:24,4352x7168:8`` are
-megabytes by N x K, every other size has its first step only; an empty value is that for all.
+``hold`` of a row is how many steps of W a product of Triton loads before it waits for x (``skinny_gemm.Config``), as
+measured in a step (``benchmarks/sweep_moe_step.py --hold``); none without it. ``K3_HOLD`` overrides it, for
+measurements: ``vector:2,dot:1`` by kind of kernel, a kind that is not named holds nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from k3_nvidia.kernels.skinny_gemm import MAX_ROWS, Config
+from k3_nvidia.kernels.skinny_gemm import MAX_HOLD, MAX_ROWS
 
-VARIABLE = "K3_AHEAD"
+VARIABLE = "K3_HOLD"
 
 #: A kernel replaces cuBLAS, and CuTe replaces Triton, only if it takes at most this part of the time. Measured behind a
 #: copy, which nothing overlaps: behind a kernel that lets it start early, as in the layers, a product of ours takes 0.3
 #: to 1.4 us less and cuBLAS no less (benchmarks/results/chain.json), so a tie is ours.
 MARGIN, CUTE_MARGIN = 1.0, 0.97
-Size = tuple[int, int]
+KINDS = ("vector", "dot")
 
 
 @dataclass(frozen=True)
@@ -46,36 +45,32 @@ def table() -> dict[str, Any]:
     return data
 
 
-def override(text: str) -> dict[Size, float]:
-    """``K3_AHEAD`` read: (N, K) -> megabytes; raises ValueError that says what is wrong with it."""
-    found = {}
+def override(text: str) -> dict[str, int]:
+    """``K3_HOLD`` read: steps by kind of kernel; raises ValueError that says what is wrong with it."""
+    found = dict.fromkeys(KINDS, 0)
     try:
         for entry in filter(None, text.split(",")):
-            size, _, megabytes = entry.partition(":")
-            n, k = map(int, size.split("x"))
-            found[n, k] = float(megabytes)
-            if not 0 <= found[n, k] < float("inf"):
-                raise ValueError(f"{megabytes} is no size")
+            kind, _, steps = entry.partition(":")
+            if kind not in KINDS or not 0 <= int(steps) <= MAX_HOLD:
+                raise ValueError(f"{entry!r} is none of {', '.join(KINDS)} with 0 to {MAX_HOLD} steps")
+            found[kind] = int(steps)
     except ValueError as error:
-        raise ValueError(f"{VARIABLE}={text!r}: {error}; it is read as 7168x3584:24,4352x7168:8") from error
+        raise ValueError(f"{VARIABLE}={text!r}: {error}; it is read as vector:2,dot:1") from error
     return found
 
 
-def _ahead(device: str) -> dict[Size, dict[int, float]]:
-    """(N, K) -> M -> megabytes asked for ahead."""
-    found: dict[Size, dict[int, float]] = {}
-    for row in table()["devices"].get(device, {"rows": []})["rows"]:
-        if "ahead_mb" in row:
-            found.setdefault((row["n"], row["k"]), {})[row["m"]] = row["ahead_mb"]
-    return found
+def _config(entry: dict[str, Any], hold: int) -> tuple[tuple[str, Any], ...]:
+    """Arguments of a table entry's ``Config``; CuTe's kernel holds nothing."""
+    held = {"hold": hold} if entry["kernel"] == "triton" and hold else {}
+    return tuple(sorted((entry["config"] | held).items()))
 
 
 @functools.cache
-def _winners(device: str) -> dict[Size, dict[int, list[Choice]]]:
+def _winners(device: str) -> dict[tuple[int, int], dict[int, list[Choice]]]:
     """(N, K) -> M -> kernels that beat cuBLAS, best first; an empty list is cuBLAS."""
-    found: dict[Size, dict[int, list[Choice]]] = {}
+    found: dict[tuple[int, int], dict[int, list[Choice]]] = {}
     for row in table()["devices"].get(device, {"rows": []})["rows"]:
-        best = [Choice(entry["kernel"], tuple(sorted(entry["config"].items()))) for entry in row["best"]]
+        best = [Choice(entry["kernel"], _config(entry, row.get("hold", 0))) for entry in row["best"]]
         found.setdefault((row["n"], row["k"]), {})[row["m"]] = best
     return found
 
@@ -87,26 +82,22 @@ def measured(device: str) -> bool:
 
 def choices(n: int, k: int, device: str, kernels: frozenset[str]) -> list[Choice | None]:
     """What computes [M, K] x [N, K]^T for M = index 0..32; None is cuBLAS. ``kernels``: those that can be used here.
-    Raises ValueError for a ``K3_AHEAD`` that cannot be read."""
+    Raises ValueError for a ``K3_HOLD`` that cannot be read."""
     by_rows = _winners(device).get((n, k), {})
-    ahead = _ahead(device).get((n, k), {})
-    if (text := os.environ.get(VARIABLE)) is not None:
-        ahead = dict.fromkeys(by_rows, override(text).get((n, k), 0.0))
     result: list[Choice | None] = [None]
     for rows in range(1, MAX_ROWS + 1):
         measured_rows = min((m for m in by_rows if m >= rows), default=None)
         entry = [] if measured_rows is None else by_rows[measured_rows]
-        choice = next((choice for choice in entry if choice.kernel in kernels), None)
-        if choice is not None and measured_rows in ahead:
-            choice = _asking(choice, ahead[measured_rows], n, k)
-        result.append(choice)
+        result.append(next((choice for choice in entry if choice.kernel in kernels), None))
+    if (text := os.environ.get(VARIABLE)) is not None:
+        hold = override(text)
+        return [None if choice is None else holding(choice, hold) for choice in result]
     return result
 
 
-def _asking(choice: Choice, megabytes: float, n: int, k: int) -> Choice:
-    """The same choice whose programs ask for so much of the weight ahead; CuTe's ask for their first batch."""
+def holding(choice: Choice, hold: dict[str, int]) -> Choice:
+    """The same choice with other steps held, by kind of kernel."""
+    config: Any = dict(choice.config)
     if choice.kernel != "triton":
         return choice
-    config: Any = dict(choice.config)
-    steps = Config(**config).asking(megabytes, n, k).ahead
-    return Choice(choice.kernel, tuple(sorted((config | {"ahead": steps}).items())))
+    return Choice(choice.kernel, tuple(sorted((config | {"hold": hold[config["kind"]]}).items())))

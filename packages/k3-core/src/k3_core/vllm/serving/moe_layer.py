@@ -116,7 +116,9 @@ class MoeLayer(Loadable):
 
         extra = vllm_config.additional_config
         want = extra.get("k3_moe_reduction") if isinstance(extra, dict) else None
-        self.form = reductions.choose(reductions.facts(text, vllm_config), want)
+        facts = reductions.facts(text, vllm_config)
+        self.form = reductions.choose(facts, want)
+        self._gathers = self.form in ("sharded", "adaptive") and facts.gathers and latent % size == 0
         self._add_dense_parts(config, size, prefix, choose)
 
     def _add_expert_map(self, ids: range) -> None:
@@ -188,8 +190,7 @@ class MoeLayer(Loadable):
 
     def latent_by_ranks(self, tokens: int) -> bool:
         """Whether each rank computes a share of the latent's columns of so many tokens."""
-        long = self.form == "adaptive" and tokens >= reductions.SHARD_TOKENS
-        return long and self.text.expert_hidden_size % self.ranks == 0
+        return self._gathers and tokens >= reductions.GATHER_TOKENS
 
     def parts_of_input(self, product: Tensor) -> tuple[Tensor, Tensor]:
         """(latent [T, L], gate and up rows of the shared experts [T, 2 I]): columns of ``in_proj``'s product."""

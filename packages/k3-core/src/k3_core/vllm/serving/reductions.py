@@ -1,4 +1,4 @@
-"""How the partial results of the routed and the shared experts are summed over ranks: three forms, one table.
+"""How the partial results of the routed and the shared experts are summed over ranks: four forms, one table.
 
 With tensor or expert parallelism each rank has a partial latent r [T, L] of the routed experts and a partial s [T, H]
 of the shared ones. The latent norm is not linear, so r is summed before it:
@@ -6,17 +6,22 @@ of the shared ones. The latent norm is not linear, so r is summed before it:
     (a) separate    R = sum r;  y = norm(R) W_up^T + sum s                two all-reduces, the second overlapped
     (b) merged      [R | S] = sum [r | s];  y = norm(R) W_up^T + S        one all-reduce of L + H columns
     (c) sharded     R = sum r;  y = sum (s + [0 | norm(R) W_up,rank^T | 0])   each rank up-projects H / ranks columns
-    (d) adaptive    (b) for fewer than ``SHARD_TOKENS`` tokens, (c) with a view of the whole W_up's rows from there on,
-                    where each rank also computes its columns of the latent before it is gathered: z = [x W_down,rank^T]
+    (d) adaptive    (b) for fewer than ``SHARD_TOKENS`` tokens, (c) with a view of the whole W_up's rows from there on
 
-(a), (b) and (d) hold W_up whole on every rank, (c) a slice. (c) adds its slice into the partial shared result in place.
-No rank ever adds an uninitialised or stale buffer: a fused reduction's residual operand must be zeros; none is used.
+From ``GATHER_TOKENS`` tokens on each rank of (c) and (d) also computes its columns of the latent only, and they are
+gathered: z = [x W_down,rank^T]. (a), (b) and (d) hold W_up whole on every rank, (c) a slice, which it adds into the
+partial shared result in place. No rank ever adds an uninitialised or stale buffer: a fused reduction's residual operand
+must be zeros; none is used.
 
-On one rank there is nothing to sum (form "none"). Small batches are bound by the launch of a collective, large ones by
-bytes and by the up-projection's arithmetic, of which (c) does a rank's share: 2 T L H / ranks operations instead of
-2 T L H, for one collective more and no byte more. The latent's gathering saves as much again, for 2 T L bytes. No form
-was timed on several GPUs yet, the order below is by launches; (d) is taken where it is asked for. Forms (a) and (c) are
-also in vLLM's own implementation of this model.
+On one rank there is nothing to sum (form "none"). (c) computes 2 T L H / ranks operations of the up projection instead
+of 2 T L H and reads a rank's share of its weight, for one collective more and no byte more. Measured on two H200 of one
+host at the released sizes (hidden 7168, latent 3584, bf16; benchmarks/results/ranks.jsonl of k3-nvidia, 2026-11-30), in
+CUDA graphs, microseconds of (a) / (b) / (c): 1 token 31 / 30 / 24, 32 tokens 31 / 35 / 28, 512 94 / 119 / 83, 8192
+1296 / 1422 / 1105. vLLM's peer-to-peer sum takes 5 us there, so a second one costs less than the rows of W_up that a
+rank need not read: (c) is preferred where that sum can be used. Where it cannot (several hosts, or GPUs that do not
+reach each other) a collective costs several times that and (d) is preferred; that has not been measured. The latent
+gathered / whole: 1024 tokens 82 / 71 us, 2048 139 / 161, 8192 501 / 604. Forms (a) and (c) are also in vLLM's own
+implementation of this model.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.platforms import current_platform
 
 from k3_core.config import TextConfig
@@ -39,6 +44,8 @@ OVERLAP_TOKENS = 1024
 #: From so many tokens on (d) cuts the up-projection. At the released sizes the whole product takes 67 us of 1024 tokens
 #: at 790 TFLOP/s and is bound by its 51 MB of weights below 200 tokens; one more collective costs what its launch does.
 SHARD_TOKENS = 1024
+#: From so many tokens on (c) and (d) gather the latent: measured on two ranks, which save half of its product.
+GATHER_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class Facts:
 
     ranks: ranks that hold partial results. latent: whether experts work in a latent space (norm and up-projection).
     shared: whether there are shared experts. scaling: routed_scaling_factor, already inside the routing weights.
-    sequence_parallel, micro_batches, sleep_mode: the engine's settings. on_cpu: vLLM repacks weights there.
+    sequence_parallel, micro_batches, sleep_mode: the engine's settings. on_cpu: vLLM repacks weights there. nvidia:
+    the GPUs that the forms were timed on; peer_sums: vLLM's sum over GPUs that reach each other's memory can be used
+    (known in a worker only, and no condition of any form).
     """
 
     ranks: int
@@ -59,6 +68,23 @@ class Facts:
     micro_batches: bool = False
     sleep_mode: bool = False
     on_cpu: bool = False
+    nvidia: bool = False
+    peer_sums: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows of the down projection's weight can be viewed, by ranks that share its latent evenly."""
+        return not self.on_cpu and self.latent
+
+
+def _peer_sums() -> bool:
+    """Whether the tensor parallel group of this process sums over peers; False where there is no group yet."""
+    try:
+        group = get_tp_group()
+    except AssertionError:  # vLLM's way to say that none was made: asked before the workers start
+        return False
+    own = getattr(getattr(group, "device_communicator", None), "ca_comm", None)
+    return own is not None and not own.disabled
 
 
 def facts(text: TextConfig, vllm_config: Any) -> Facts:
@@ -71,6 +97,8 @@ def facts(text: TextConfig, vllm_config: Any) -> Facts:
         scaling=text.routed_scaling_factor,
         sleep_mode=bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
         on_cpu=current_platform.is_cpu(),
+        nvidia=current_platform.is_cuda(),
+        peer_sums=_peer_sums(),
     )
 
 
@@ -123,8 +151,8 @@ def _refuse_adaptive(f: Facts) -> str | None:
     return _refuse_merged(f) or _refuse_sharded(f)
 
 
-#: In order of preference. Scaling and sleep mode exclude none of them here: the factor is in the routing weights before
-#: any sum, and no form keeps a buffer between calls that sleeping could lose.
+#: In order of preference where nobody measured (``preferred``). Scaling and sleep mode exclude none of them here: the
+#: factor is in the routing weights before any sum, and no form keeps a buffer between calls that sleeping could lose.
 FORMS = (
     Form("none", "one rank: nothing to sum", _refuse_none),
     Form("merged", "(b) one all-reduce of latent and shared partial results", _refuse_merged),
@@ -139,11 +167,17 @@ def table(facts: Facts) -> list[tuple[str, str, str | None]]:
     return [(form.name, form.summary, form.refuse(facts)) for form in FORMS]
 
 
+def preferred(facts: Facts) -> list[str]:
+    """Names of the forms, the one to be taken first if it can be used: see the figures above."""
+    first = ("none", "sharded" if facts.peer_sums else "adaptive") if facts.nvidia else ()
+    return list(dict.fromkeys([*first, *(form.name for form in FORMS)]))
+
+
 def choose(facts: Facts, want: str | None = None) -> str:
     """The first form that can be used, or the wanted one. Raises ConfigError where that cannot be used."""
     reasons = {name: why for name, _, why in table(facts)}
     if want is None:
-        return next(name for name, why in reasons.items() if why is None)
+        return next(name for name in preferred(facts) if reasons[name] is None)
     if want not in reasons:
         raise ConfigError(f"MoE reduction {want!r} is unknown; use one of {', '.join(reasons)}")
     if reasons[want] is not None:
