@@ -15,23 +15,30 @@ there, the batch is whole. Of those the most frequent kind is kept. A *kind* is 
 head and sampling was launched; copies and small kernels of vLLM's own, whose number depends on what the host had to
 say, do not count. Where fewer than half of ``tokens - 1`` steps are of one kind there is no figure, only the reason.
 
-Run as ``python engine_steps.py TRACE...`` it reads traces that ``bench_engine.py --traces`` kept.
+Run as ``python engine_steps.py TRACE...`` it reads traces that ``bench_engine.py --traces`` kept; with a folder instead
+of a trace it prints the lines of the folder's engine.jsonl with the figures of the traces beside it, read anew
+(``--pause``: with another threshold than they were kept with).
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import engine_timeline
 from engine_timeline import HEAD, REST, Launch, Span, exposures, gather
 
+#: What a line of engine.jsonl says of who ran, in the order of the names of traces.
+WHO = ("shape", "impl", "experts", "latent")
+#: Prompts whose time is shown by part.
+TIMELINE_PROMPTS = (300, 8192)
 Label = tuple[str, str]
 Kind = tuple[tuple[Label, int], ...]
 
@@ -193,16 +200,55 @@ def write(path: Path, spans: Sequence[Span], tokens: int | None, pause: float) -
         json.dump(data, file, separators=(",", ":"))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The figures of a kept trace."""
+def read(path: Path, pause: float | None = None) -> dict[str, Any]:
+    """The figures of a kept trace; pause: another threshold than the one it was kept with."""
     with gzip.open(path, "rt") as file:
         data = json.load(file)
     spans = [(data["names"][number], stream, start, end) for number, stream, start, end in data["spans"]]
-    if data["tokens"]:
-        return decode(spans, data["tokens"], data["pause"])
-    return request(spans, data["pause"])
+    limit = data["pause"] if pause is None else pause
+    return decode(spans, data["tokens"], limit) if data["tokens"] else request(spans, limit)
+
+
+def again(folder: Path, pause: float | None = None) -> list[dict[str, Any]]:
+    """The lines of a folder's engine.jsonl, what they say of the device replaced by its traces (``trace_*`` as
+    ``bench_engine.py --traces`` names them). Raises FileNotFoundError where a line's trace is missing."""
+    lines = [json.loads(line) for line in (folder / "engine.jsonl").read_text().splitlines() if line.startswith("{")]
+    cases: dict[str, Any] = {}
+    for line in lines:
+        if line.get("part") == "timeline":
+            line |= engine_timeline.line({k: line[k] for k in WHO if k in line}, cases)
+        if "launches" not in line and "device_refused" not in line:
+            continue
+        case, length = next((kind, line[kind]) for kind in ("decode_batch", "prefill") if kind in line)
+        stem = f"trace_rank_{folder_name(line)}_{case.removesuffix('_batch')}_{length}"
+        if case == "prefill":
+            found = median_request([read(folder / f"{stem}_{n}.json.gz", pause) for n in range(3)])
+        else:
+            found = read(folder / f"{stem}.json.gz", pause)
+        timeline = found.pop("timeline", None)
+        if timeline and (case != "prefill" or length in TIMELINE_PROMPTS):
+            cases[f"{case.removesuffix('_batch')} {length}"] = timeline
+        line |= found
+    return lines
+
+
+def folder_name(line: Mapping[str, Any]) -> str:
+    """Who ran, as in the names of traces."""
+    return "_".join(str(line[key]).replace(", ", "-").replace(" ", "-") for key in WHO if key in line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", type=Path, nargs="+", help="traces, or folders with an engine.jsonl and its traces")
+    parser.add_argument("--pause", type=float, help="microseconds from which on a gap is a wait for the host")
+    options = parser.parse_args()
+    for path in options.paths:
+        if path.is_dir():
+            print("\n".join(json.dumps(line) for line in again(path, options.pause)))
+        else:
+            found = read(path, options.pause)
+            print(path, json.dumps({k: v for k, v in found.items() if k not in ("timeline", "kind")}))
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(name, json.dumps({k: v for k, v in read(Path(name)).items() if k not in ("timeline", "kind")}))
+    main()

@@ -28,10 +28,10 @@ def attn_res_lines(rows: Mapping[str, Mapping[str, Any]]) -> Lines:
 
 
 def gemm_lines(rows: Mapping[str, Mapping[str, Any]]) -> Lines:
-    """Against megabytes of weights, a line for 1, 8 and 16 rows of x; 2 and 4 lie between."""
+    """Against megabytes of weights, a line for 1, 8, 16 and 32 rows of x; 2 and 4 lie between."""
     found: Lines = {}
     for key, row in rows.items():
-        if key.split()[0] not in ("M=1", "M=8", "M=16"):
+        if key.split()[0] not in ("M=1", "M=8", "M=16", "M=32"):
             continue
         point = (row["MB"], row["us"], row["cublas us"], row["floor us"])
         found.setdefault(key.split()[0].replace("M=", "M = "), []).append(point)

@@ -344,6 +344,37 @@ class Core:
         return type("Outputs", (), {"outputs": [one] if self.left else []})
 
 
+def test_the_lines_of_a_folder_are_told_anew_from_its_traces(tmp_path: Path) -> None:
+    """With a shorter pause the waits between a step's launches are the host's; what no trace says stays."""
+    import engine_steps
+
+    who = {"part": "rank", "shape": "tp16", "impl": "ours", "experts": "k3-nvidia"}
+    stem = "trace_rank_tp16_ours_k3-nvidia"
+    engine_steps.write(tmp_path / f"{stem}_decode_8.json.gz", Device().run(9).spans, 8, PAUSE)
+    for number, layer in enumerate((25.0, 27.0, 26.0)):
+        spans = Device().run(1, layer=layer).spans
+        engine_steps.write(tmp_path / f"{stem}_prefill_8192_{number}.json.gz", spans, None, PAUSE)
+    lines = [
+        {**who, "start_s": 100.0},
+        {**who, "decode_batch": 8, "ms": 2.0, "device_ms": 9.0, "launches": 1},
+        {**who, "prefill": 8192, "ms": 40.0, "device_ms": 9.0, "launches": 1},
+        {"part": "timeline", "shape": "tp16", "impl": "ours", "experts": "k3-nvidia", "cases": {}},
+    ]
+    (tmp_path / "engine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    start, decode, prompt, timeline = engine_steps.again(tmp_path)
+    assert start == lines[0]
+    assert (decode["ms"], decode["device_ms"], decode["launches"]) == (2.0, STEP / 1e3, 13)
+    assert (prompt["ms"], prompt["device_ms"]) == (40.0, (STEP + 4) / 1e3)
+    assert {case: step["us"] for case, step in timeline["cases"].items()} == {
+        "decode 8": STEP,
+        "prefill 8192": STEP + 4,
+    }
+    assert engine_steps.again(tmp_path, 2.0)[1]["device_ms"] == (STEP - 3) / 1e3
+    (tmp_path / f"{stem}_decode_8.json.gz").unlink()
+    with pytest.raises(FileNotFoundError, match="decode_8"):
+        engine_steps.again(tmp_path)
+
+
 def test_outputs_are_noted_and_the_engine_left_as_it_was() -> None:
     import bench_engine
 

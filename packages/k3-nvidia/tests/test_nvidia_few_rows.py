@@ -55,6 +55,7 @@ def test_every_entry_of_the_shipped_table_is_a_configuration() -> None:
         assert device["date"]
         for row in device["rows"]:
             assert 1 <= row["m"] <= skinny_gemm.MAX_ROWS
+            assert 0 <= row.get("hold", 0) <= skinny_gemm.MAX_HOLD
             for entry in row["best"]:
                 assert entry["us"] <= tuning.MARGIN * row["cublas_us"], row
                 if entry["kernel"] == "cute":
