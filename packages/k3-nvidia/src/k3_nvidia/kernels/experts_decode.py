@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from k3_nvidia.kernels.triton_math import dot
+
 # Two half words (a word) -> four bf16 pairs, one a position. Operands: 4 out, word, multiplier of columns 0..31
 # twice (one a
 # half), multiplier of columns 32..63 twice.
@@ -171,21 +173,12 @@ def load(ptrs, valid, JOIN: tl.constexpr):
 
 
 @triton.jit
-def _dot(w, x, acc, INTERPRET: tl.constexpr):
-    """w x + acc; the interpreter multiplies bf16 wrongly, so it gets fp32."""
-    if INTERPRET:
-        return tl.dot(w, x.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(w, x, acc)
-
-
-@triton.jit
 def multiply(w, x, acc, JOIN: tl.constexpr, INTERPRET: tl.constexpr):
     """Product of ``decode``'s and ``load``'s results on top of acc."""
     if JOIN:
-        return _dot(w, x, acc, INTERPRET)
+        return dot(w, x, acc, INTERPRET)
     else:
-        acc = _dot(w[0], x[0], acc, INTERPRET)
-        acc = _dot(w[1], x[1], acc, INTERPRET)
-        acc = _dot(w[2], x[2], acc, INTERPRET)
-        return _dot(w[3], x[3], acc, INTERPRET)
+        acc = dot(w[0], x[0], acc, INTERPRET)
+        acc = dot(w[1], x[1], acc, INTERPRET)
+        acc = dot(w[2], x[2], acc, INTERPRET)
+        return dot(w[3], x[3], acc, INTERPRET)

@@ -30,7 +30,8 @@ import triton
 import triton.language as tl
 
 from k3_core.operators.kda_plan import CHUNK
-from k3_nvidia.kernels.kda_math import dot, gate_log2
+from k3_nvidia.kernels.kda_math import gate_log2
+from k3_nvidia.kernels.triton_math import dot
 
 __all__ = ["CHUNK", "kda_chunk_kernel", "kda_prepare_kernel"]
 

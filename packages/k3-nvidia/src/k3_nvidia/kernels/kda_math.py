@@ -41,12 +41,3 @@ def gate_log2(z, rate, bias, lower_bound, BOUNDED: tl.constexpr):
         return (lower_bound * 1.4426950408889634) * sigmoid(rate * x)
     else:
         return (rate * -1.4426950408889634) * softplus(x)
-
-
-@triton.jit
-def dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a @ b with fp32 accumulation; UPCAST is for the interpreter, which multiplies bfloat16 as integers."""
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc)

@@ -20,7 +20,7 @@ Sources: chunkwise delta rule as in kda_chunk; scanning affine maps over segment
 import triton
 import triton.language as tl
 
-from k3_nvidia.kernels.kda_math import dot
+from k3_nvidia.kernels.triton_math import dot
 
 
 @triton.jit

@@ -30,6 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_core.operators.triton_host import Launcher, interpreting
+from k3_nvidia.kernels.triton_math import dot
 
 MAX_ROWS = 32
 MAX_VECTOR_ROWS = 4
@@ -188,15 +189,6 @@ def _dot_rows(ptrs, columns, k, K, EVEN_K: tl.constexpr):
         return tl.load(ptrs, mask=columns & (k < K)[:, None], other=0.0)
 
 
-@triton.jit
-def _multiply(w, x, acc, INTERPRET: tl.constexpr):
-    """acc + W x in fp32."""
-    if INTERPRET:
-        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(w, x, acc)
-
-
 @triton.jit(do_not_specialize=["M", "steps"])
 def dot_kernel(
     out_ptr, x_ptr, w_ptr, residual_ptr, partial_ptr, ticket_ptr, M, N, K, stride_x, stride_w, stride_out,
@@ -225,14 +217,14 @@ def dot_kernel(
         gdc_wait()
     acc = tl.zeros((BN, BM), tl.float32)
     if HOLD > 0:
-        acc = _multiply(w0, _dot_rows(x_ptrs, columns, k, K, EVEN_K), acc, INTERPRET)
+        acc = dot(w0, _dot_rows(x_ptrs, columns, k, K, EVEN_K), acc, INTERPRET)
     if HOLD > 1:
-        acc = _multiply(w1, _dot_rows(x_ptrs + BK, columns, k + BK, K, EVEN_K), acc, INTERPRET)
+        acc = dot(w1, _dot_rows(x_ptrs + BK, columns, k + BK, K, EVEN_K), acc, INTERPRET)
     w_ptrs += HOLD * BK
     x_ptrs += HOLD * BK
     for i in range(HOLD, steps):
         w = _dot_weights(w_ptrs, rows, k + i * BK, K, EVEN_N, EVEN_K)
-        acc = _multiply(w, _dot_rows(x_ptrs, columns, k + i * BK, K, EVEN_K), acc, INTERPRET)
+        acc = dot(w, _dot_rows(x_ptrs, columns, k + i * BK, K, EVEN_K), acc, INTERPRET)
         w_ptrs += BK
         x_ptrs += BK
     if PDL:
