@@ -70,6 +70,9 @@ def compile_kernel(
         "hazards": sass_hazards.hazards(sass),
         "loads_first": len(re.findall(r"\bLDG", re.split(r"\bF(?:FMA|MUL|ADD)\b", sass, maxsplit=1)[0])),
         "local_memory_ops": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "waits": len(re.findall(r"\bACQBULK", sass)),
+        "before_wait": len(re.findall(r"\b(?:LDG|STG|ATOM|ATOMG|RED|REDG)\b", sass.partition("ACQBULK")[0])),
+        "launches_first": "PREEXIT" in sass.partition("ACQBULK")[0],
         "warps": warps,
     }
 

@@ -58,6 +58,11 @@ def test_sm_90_budgets() -> None:
         assert row["stack"] == 0, f"{name} spills: {row}"
         assert row["local_memory_ops"] == 0, f"{name} spills: {row}"
         assert row["hazards"] == [], f"{name}: {row['hazards'][:5]}"
+    for name in (*DECODE, *ONE, "route 2", "route 3", "list few", "combine", "combine every", "situ"):
+        # launched before its predecessor is done: what that writes may not be touched before the wait
+        assert (rows[name]["waits"], rows[name]["before_wait"]) == (1, 0), f"{name}: {rows[name]}"
+    for name in ("w2 one 192", "w2 one 384", "combine", "combine every"):
+        assert rows[name]["launches_first"], f"{name}: the products behind it cannot ask for their weights meanwhile"
     assert rows["combine every"]["loads_first"] >= 16, f"a row waits for another: {rows['combine every']}"
     for name in DECODE:
         row = rows[name]

@@ -81,6 +81,44 @@ def test_peers_are_asked_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not reductions._peer_sums()
 
 
+def test_the_facts_of_a_worker_decide(monkeypatch: pytest.MonkeyPatch, nvidia_tiny: Path) -> None:
+    """The platform and the group reach the choice."""
+    text, vllm_config = CheckpointReader(nvidia_tiny).config.text, settled(nvidia_tiny, 2)
+    for cuda, peers, form in ((True, True, "sharded"), (True, False, "adaptive"), (False, True, "merged")):
+        platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda cuda=cuda: cuda)
+        monkeypatch.setattr(reductions, "current_platform", platform)
+        monkeypatch.setattr(reductions, "_peer_sums", lambda peers=peers: peers)
+        assert reductions.choose(reductions.facts(text, vllm_config)) == form
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize(
+    ("form", "gathers"), [("merged", False), ("separate", False), ("sharded", True), ("adaptive", True)]
+)
+def test_which_layers_gather_their_latent(
+    form: str, gathers: bool, on_cpu: bool, nvidia_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that cut the up projection, where rows of a weight can be viewed, from so many tokens on."""
+    facts = reductions.facts
+    monkeypatch.setattr(reductions, "facts", lambda *args: dataclasses.replace(facts(*args), on_cpu=on_cpu))
+    if on_cpu and form == "adaptive":
+        pytest.skip("refused on a CPU")
+    group = Group(2)
+
+    def layer(rank: int) -> Any:
+        with our_model():
+            vllm_config = settled(nvidia_tiny, 2)
+            vllm_config.additional_config = {"k3_moe_reduction": form}
+            model = build(vllm_config, CheckpointReader(nvidia_tiny).config)
+        return next(m for _, m in model.model.own_layers() if m.is_moe).feed_forward
+
+    with groups(group, Group()):
+        layers = run_ranks(group, layer)
+    for found in layers:
+        assert found.latent_by_ranks(reductions.GATHER_TOKENS) == (gathers and not on_cpu)
+        assert not found.latent_by_ranks(reductions.GATHER_TOKENS - 1)
+
+
 def test_an_unknown_form_is_named() -> None:
     with pytest.raises(ConfigError, match="'ring' is unknown"):
         reductions.choose(USUAL, "ring")

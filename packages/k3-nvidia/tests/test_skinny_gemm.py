@@ -53,7 +53,7 @@ VECTOR = [
 ]  # fmt: skip
 DOT = [
     Config("dot", 16, 64, 1, 4, 3), Config("dot", 64, 128, 3, 4, 2), Config("dot", 16, 64, 1, 4, 3, hold=1),
-    Config("dot", 64, 128, 2, 4, 2, hold=2),
+    Config("dot", 64, 128, 2, 4, 2, hold=2), Config("dot", 64, 128, 1, 4, 2, hold=2),
 ]  # fmt: skip
 CASES = [(c, s) for c in VECTOR for s in SHAPES if s[0] <= kernel.MAX_VECTOR_ROWS] + [
     (c, s) for c in DOT for s in SHAPES
