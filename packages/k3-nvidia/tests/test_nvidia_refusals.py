@@ -42,3 +42,28 @@ def test_a_latent_cache_that_no_backend_reads_is_refused(
     reasons = list(NvidiaHook.device_reasons(config, None))
     assert bool(reasons) is refused
     assert all(f"--kv-cache-dtype {dtype}" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("K3_MOE_STEP", "8:late", "'late' is none of"),
+        ("K3_MOE_STEP", "8:choice+early", ""),
+        ("K3_MOE_STEP", "", ""),
+        ("K3_HOLD", "vector:3", "0 to 2 steps"),
+        ("K3_HOLD", "vector:2,dot:1", ""),
+    ],
+)
+def test_a_switch_that_cannot_be_read_is_refused_before_weights_load(
+    name: str, text: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "K3_HOLD":
+        pytest.importorskip("triton", reason="the kernels' module imports it")
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: DeviceCapability(9, 0))
+    monkeypatch.setenv(name, text)
+    reasons = list(NvidiaHook.device_reasons(SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto")), None))
+    assert len(reasons) == bool(words)
+    assert all(f"{name}={text!r}" in reason and words in reason for reason in reasons)

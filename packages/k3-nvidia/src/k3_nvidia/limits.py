@@ -1,8 +1,10 @@
-"""What this wheel does not serve beyond what none does: GPUs without bfloat16 matrix units, odd latent caches."""
+"""What this wheel does not serve beyond what none does: GPUs without bfloat16 matrix units, odd latent caches, switches
+for measurements that cannot be read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from k3_core.config import K3Config
@@ -21,7 +23,7 @@ class NvidiaHook(ServingHook):
 
     @classmethod
     def device_reasons(cls, vllm_config: Any, config: K3Config) -> Iterator[str]:
-        """A GPU older than Ampere, or a latent cache that no backend reads."""
+        """A GPU older than Ampere, a latent cache that no backend reads, or a switch that cannot be read."""
         from vllm.platforms import current_platform
 
         capability = current_platform.get_device_capability()
@@ -33,3 +35,20 @@ class NvidiaHook(ServingHook):
         dtype = str(vllm_config.cache_config.cache_dtype)
         if dtype not in LATENT_DTYPES:
             yield f"--kv-cache-dtype {dtype}: latent attention has no such cache; use one of {', '.join(LATENT_DTYPES)}"
+        yield from _switches()
+
+
+def _switches() -> Iterator[str]:
+    """What is wrong with the variables that override tables: layers would say it in a worker, with a traceback."""
+    from k3_nvidia.tuning import moe_step
+
+    overrides: dict[str, Callable[[str], Any]] = {moe_step.VARIABLE: moe_step.override}
+    if "K3_HOLD" in os.environ:  # its kernels' module needs Triton
+        from k3_nvidia.tuning import skinny
+
+        overrides[skinny.VARIABLE] = skinny.override
+    for name, read in overrides.items():
+        try:
+            read(os.environ.get(name, ""))
+        except ValueError as error:
+            yield str(error)
