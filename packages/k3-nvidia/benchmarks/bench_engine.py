@@ -227,10 +227,9 @@ def measure(llm: Any, who: dict[str, Any], options: argparse.Namespace) -> None:
     """Say every row, in the turns of this engine. Raises RuntimeError at the end where a figure was refused."""
     small, cases, refused = options.shape == "tiny", {}, []
     batches = () if "latent" in who else BATCHES[:2] if small else BATCHES
-    name = re.sub(r"[^\w-]+", "-", "_".join(("trace", *map(str, who.values()))))
     for number in options.turns.rounds(options.rounds):
         traced = number == 0 and torch.cuda.is_available()
-        keep = str(options.traces / name) if traced and options.traces else ""
+        keep = str(options.traces / engine_steps.trace_name(who)) if traced and options.traces else ""
         for batch in batches:
             found = decode_ms(llm, batch, 128, traced, keep)
             if timeline := found.pop("timeline", None):

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ from engine_timeline import HEAD, REST, Launch, Span, exposures, gather
 
 #: What a line of engine.jsonl says of who ran, in the order of the names of traces.
 WHO = ("shape", "impl", "experts", "latent")
+#: What a line says that comes from traces, figures or the reason why there is none.
+DEVICE = ("device_ms", "device_iqr_ms", "device_all_ms", "device_refused", "launches", "kernels", "steps", "requests")
 #: Prompts whose time is shown by part.
 TIMELINE_PROMPTS = (300, 8192)
 Label = tuple[str, str]
@@ -213,14 +216,16 @@ def again(folder: Path, pause: float | None = None) -> list[dict[str, Any]]:
     """The lines of a folder's engine.jsonl, what they say of the device replaced by its traces (``trace_*`` as
     ``bench_engine.py --traces`` names them). Raises FileNotFoundError where a line's trace is missing."""
     lines = [json.loads(line) for line in (folder / "engine.jsonl").read_text().splitlines() if line.startswith("{")]
-    cases: dict[str, Any] = {}
+    engines: dict[tuple[str, ...], dict[str, Any]] = {}
     for line in lines:
+        who = {key: line[key] for key in WHO if key in line}
+        cases = engines.setdefault(tuple(who.values()), {})
         if line.get("part") == "timeline":
-            line |= engine_timeline.line({k: line[k] for k in WHO if k in line}, cases)
+            line |= engine_timeline.line(who, cases)
         if "launches" not in line and "device_refused" not in line:
             continue
         case, length = next((kind, line[kind]) for kind in ("decode_batch", "prefill") if kind in line)
-        stem = f"trace_rank_{folder_name(line)}_{case.removesuffix('_batch')}_{length}"
+        stem = f"{trace_name(line)}_{case.removesuffix('_batch')}_{length}"
         if case == "prefill":
             found = median_request([read(folder / f"{stem}_{n}.json.gz", pause) for n in range(3)])
         else:
@@ -228,13 +233,16 @@ def again(folder: Path, pause: float | None = None) -> list[dict[str, Any]]:
         timeline = found.pop("timeline", None)
         if timeline and (case != "prefill" or length in TIMELINE_PROMPTS):
             cases[f"{case.removesuffix('_batch')} {length}"] = timeline
+        for key in DEVICE:
+            line.pop(key, None)
         line |= found
     return lines
 
 
-def folder_name(line: Mapping[str, Any]) -> str:
-    """Who ran, as in the names of traces."""
-    return "_".join(str(line[key]).replace(", ", "-").replace(" ", "-") for key in WHO if key in line)
+def trace_name(who: Mapping[str, Any]) -> str:
+    """How the names of an engine's traces begin: ``trace_rank_tp16_ours_k3-nvidia``."""
+    words = (str(who[key]) for key in ("part", *WHO) if key in who)
+    return re.sub(r"[^\w-]+", "-", "_".join(("trace", *words)))
 
 
 def main() -> None:

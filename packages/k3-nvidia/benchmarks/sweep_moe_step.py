@@ -14,7 +14,7 @@ the kernels that a layer has before them, with weights that exceed the L2. Two c
 <out>/moe_step.json has microseconds a step by token count and schedule; <out>/tuning_moe_step.json is the table with
 what won at this shape, to be copied over ``k3_nvidia/tuning/moe_step.json``; <out>/moe_step_<shape>.override is the
 same for ``K3_MOE_STEP``. One stream stays where nothing gains GAIN or more. ``--adopt moe_step.json...`` puts what the
-rows of some files held into the installed ``k3_nvidia/tuning/skinny.json``.
+``--hold`` rows of some files held into the installed ``k3_nvidia/tuning/skinny.json``.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def contenders(width: int, tokens: int) -> list[Schedule]:
 
 
 def hold(model: Any, how: Schedule, x: torch.Tensor) -> dict[str, Any]:
-    """What to hold under a schedule, the largest matrices first. Raises CheckFailedError where a value changes."""
+    """What to hold under a schedule, the largest matrices first. A size whose values change when it holds something
+    holds nothing and is named under ``wrong``."""
     chosen: dict[Size, int] = {}
     wrong: dict[str, str] = {}
     for size in holders(model, x.shape[0]):
@@ -322,12 +323,18 @@ def adopt(files: Sequence[Path]) -> None:
     table = json.loads(path.read_text())
     for file in files:
         page = json.loads(file.read_text())
-        table = with_held(table, page["environment"]["device"], list(page["rows"].values()))
+        shapes: dict[str, list[dict[str, Any]]] = {}
+        for key, row in page["rows"].items():
+            if "held" in row:
+                shapes.setdefault(key.split()[0], []).append(row)
+        for rows in shapes.values():
+            table = with_held(table, page["environment"]["device"], rows)
     save_table(table, path)
 
 
 def run(out: Path, shape: str, seconds: float, held: bool = False) -> None:
-    """Rows ``<shape> T<tokens>``, as many as begin within ``seconds``; then the table. held: of what is held."""
+    """Rows ``<shape> T<tokens>``, as many as begin within ``seconds``; then the table. held: rows ``<shape> T<tokens>
+    held`` of what is held, no table."""
     began = time.monotonic()
     results = Results(out / "moe_step.json")
     command = [sys.executable, __file__, "--shape", shape, "--worker"]
@@ -343,7 +350,8 @@ def run(out: Path, shape: str, seconds: float, held: bool = False) -> None:
                 print(f"time is up before {tokens} tokens", flush=True)
                 break
             measured = measure_held if held else measure
-            row = results.row(f"{shape} T{tokens}", lambda tokens=tokens, how=measured: how(model, tokens))
+            key = f"{shape} T{tokens}" + " held" * held
+            row = results.row(key, lambda tokens=tokens, how=measured: how(model, tokens))
             print(f"{time.monotonic() - began:.0f} s", json.dumps(row), flush=True)
     if held:
         return

@@ -9,6 +9,7 @@ use it (PyTorch reuses memory by the order of the host, not of the device).
 from __future__ import annotations
 
 import importlib
+import json
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -374,7 +375,7 @@ def test_the_sweep_keeps_one_stream_unless_another_gains(monkeypatch: pytest.Mon
     ]  # fmt: skip
 
 
-def test_the_sweep_writes_what_the_fastest_schedule_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_writes_what_the_fastest_schedule_held(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     sweep = importlib.import_module("sweep_moe_step")
     rows = [
@@ -389,3 +390,16 @@ def test_the_sweep_writes_what_the_fastest_schedule_held(monkeypatch: pytest.Mon
         (16, 24): 1, (16, 96): 1, (1, 48): 1, (2, 48): 1, (8, 48): 1, (16, 48): 1,
     }  # fmt: skip
     assert all("hold" in row for row in sizes), "the table that was given stays as it is"
+
+    path = tmp_path / "skinny.json"
+    path.write_text(json.dumps({"devices": {"a device": {"rows": sizes}}}))
+    monkeypatch.setattr(sweep.skinny, "__file__", str(tmp_path / "skinny.py"))
+    another = {"tokens": 1, "held": {"early": {"us": 50, "held": {"48x64": 2}}}}
+    page = {
+        "environment": {"device": "a device"},
+        "rows": {"tp16 T1": {"tokens": 1, "us": {}}, "tp16 T1 held": rows[0], "tp8 T1 held": another},
+    }
+    (tmp_path / "moe_step.json").write_text(json.dumps(page))
+    sweep.adopt([tmp_path / "moe_step.json"])
+    adopted = {(e["m"], e["n"]): e.get("hold") for e in json.loads(path.read_text())["devices"]["a device"]["rows"]}
+    assert {n: adopted[1, n] for n in (24, 48)} == {24: 2, 48: 2}, "each shape has its own sizes"

@@ -370,6 +370,12 @@ def test_the_lines_of_a_folder_are_told_anew_from_its_traces(tmp_path: Path) -> 
         "prefill 8192": STEP + 4,
     }
     assert engine_steps.again(tmp_path, 2.0)[1]["device_ms"] == (STEP - 3) / 1e3
+    other = {**lines[3], "impl": "upstream", "experts": "auto"}
+    refused = {**who, "decode_batch": 8, "ms": 2.0, "device_refused": "no trace"}
+    (tmp_path / "engine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [refused, other]))
+    told, another = engine_steps.again(tmp_path)
+    assert told == decode, "a reason goes where there is a figure"
+    assert another["cases"] == {}, "the steps of one engine are not another's"
     (tmp_path / f"{stem}_decode_8.json.gz").unlink()
     with pytest.raises(FileNotFoundError, match="decode_8"):
         engine_steps.again(tmp_path)
