@@ -202,6 +202,21 @@ def test_early_shared_experts_run_before_the_routed_ones(choice: bool, monkeypat
     assert order == ["_products", "_shared"], "without it they run behind"
 
 
+@pytest.mark.parametrize("how", ALL, ids=lambda how: how.name)
+def test_the_norm_waits_for_a_whole_predecessor_behind_a_join_only(
+    how: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere it would lose what early shared experts are for."""
+    streams = Streams()
+    monkeypatch.setattr(beside, "side", lambda device: Side(streams))
+    joins: list[bool] = []
+    monkeypatch.setattr(Side, "join", lambda self, real=Side.join: joins.append(True) or real(self))
+    layer = Layer(how)
+    with streams:
+        layer.partial(torch.zeros(TOKENS, HIDDEN, dtype=torch.float64))
+    assert layer._joined == bool(joins)
+
+
 class NoAfter(Side):
     """Mutant: the products do not wait for the choice."""
 
