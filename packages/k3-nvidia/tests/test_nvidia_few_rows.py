@@ -59,6 +59,7 @@ def test_every_entry_of_the_shipped_table_is_a_configuration() -> None:
             for entry in row["best"]:
                 assert entry["us"] <= tuning.MARGIN * row["cublas_us"], row
                 if entry["kernel"] == "cute":
+                    assert row["m"] <= skinny_cute.MAX_ROWS
                     skinny_cute.Config(**entry["config"])
                 else:
                     config = skinny_gemm.Config(**entry["config"])
@@ -236,6 +237,17 @@ def test_the_experts_last_product_adds_the_shared_result(nvidia_tiny: Path, monk
     many = torch.randn(9, k).bfloat16()
     want = finish.up(finish.norm(many)) + 0.5
     torch.testing.assert_close(finish.plus(many, torch.full((9, n), 0.5).bfloat16()), want)
+
+
+@pytest.mark.parametrize("form", ["none", "merged", "separate", "adaptive", "sharded"])
+def test_a_rank_that_adds_its_columns_in_place_needs_no_sum(form: str) -> None:
+    """And its warm-up compiles none."""
+    finish = few_rows.Finish(None, SimpleNamespace(quant_method=SimpleNamespace(apply=None)))
+    finish.up.quant_method.apply = few_rows.FewRows(lambda *args: None, (24, 64), [None] * 33)
+    module = torch.nn.Module()
+    module._finish, module.form = finish, form  # type: ignore[assignment]
+    few_rows._install_sums(module)
+    assert (finish.add is None) == (form == "sharded")
 
 
 def test_the_layers_of_a_model_take_the_hook(nvidia_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

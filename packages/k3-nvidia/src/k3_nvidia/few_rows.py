@@ -132,10 +132,12 @@ def install(model: nn.Module, vllm_config: Any, device: str) -> int:
 
 
 def _install_sums(model: nn.Module) -> None:
-    """Let the experts' last product add the shared result."""
+    """Let the experts' last product add the shared result, where the form of the reduction has it do so."""
     for module in model.modules():
         finish = getattr(module, "_finish", None)
         up = getattr(finish, "up", None)
+        if getattr(module, "form", None) == "sharded":  # adds this rank's columns into the shared result in place
+            continue
         if isinstance(finish, Finish) and up is not None and isinstance(up.quant_method.apply, FewRows):
             finish.add = functools.partial(up.quant_method.apply.add, up)
 

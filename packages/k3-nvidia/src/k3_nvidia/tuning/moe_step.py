@@ -28,7 +28,7 @@ class Schedule:
     shared: the shared experts run beside the routed ones; with split their input product does, too.
     early: the shared experts run on the same stream, before the routed ones instead of behind them, so that nothing
     but a norm stands between the routed experts and the up projection, whose programs ask for their weights meanwhile.
-    shared goes before early.
+    shared goes before early. Measured on one rank: with several, a sum over ranks stands there as well.
     """
 
     split: bool = False
