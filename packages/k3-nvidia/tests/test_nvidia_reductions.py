@@ -91,6 +91,13 @@ def test_the_facts_of_a_worker_decide(monkeypatch: pytest.MonkeyPatch, nvidia_ti
         assert reductions.choose(reductions.facts(text, vllm_config)) == form
 
 
+def test_a_latent_that_ranks_cannot_share_evenly_is_not_gathered() -> None:
+    for ranks, evenly in ((2, True), (7, True), (3, False), (12, False)):
+        facts = dataclasses.replace(USUAL, ranks=ranks, width=3584)
+        assert facts.gathers == evenly
+        assert not dataclasses.replace(facts, latent=False).gathers
+
+
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize(
     ("form", "gathers"), [("merged", False), ("separate", False), ("sharded", True), ("adaptive", True)]

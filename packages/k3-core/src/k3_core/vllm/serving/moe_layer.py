@@ -118,7 +118,7 @@ class MoeLayer(Loadable):
         want = extra.get("k3_moe_reduction") if isinstance(extra, dict) else None
         facts = reductions.facts(text, vllm_config)
         self.form = reductions.choose(facts, want)
-        self._gathers = self.form in ("sharded", "adaptive") and facts.gathers and latent % size == 0
+        self._gathers = self.form in ("sharded", "adaptive") and facts.gathers
         self._add_dense_parts(config, size, prefix, choose)
 
     def _add_expert_map(self, ids: range) -> None:

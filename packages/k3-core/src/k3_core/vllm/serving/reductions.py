@@ -52,7 +52,8 @@ GATHER_TOKENS = 2048
 class Facts:
     """What decides about a form; all known before weights load.
 
-    ranks: ranks that hold partial results. latent: whether experts work in a latent space (norm and up-projection).
+    ranks: ranks that hold partial results. latent: whether experts work in a latent space (norm and up-projection),
+    width: its size.
     shared: whether there are shared experts. scaling: routed_scaling_factor, already inside the routing weights.
     sequence_parallel, micro_batches, sleep_mode: the engine's settings. on_cpu: vLLM repacks weights there. nvidia:
     the GPUs that the forms were timed on; peer_sums: vLLM's sum over GPUs that reach each other's memory can be used
@@ -68,13 +69,14 @@ class Facts:
     micro_batches: bool = False
     sleep_mode: bool = False
     on_cpu: bool = False
+    width: int = 0
     nvidia: bool = False
     peer_sums: bool = False
 
     @property
     def gathers(self) -> bool:
         """Whether rows of the down projection's weight can be viewed, by ranks that share its latent evenly."""
-        return not self.on_cpu and self.latent
+        return not self.on_cpu and self.latent and self.width % self.ranks == 0
 
 
 def _peer_sums() -> bool:
@@ -97,6 +99,7 @@ def facts(text: TextConfig, vllm_config: Any) -> Facts:
         scaling=text.routed_scaling_factor,
         sleep_mode=bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
         on_cpu=current_platform.is_cpu(),
+        width=text.routed_expert_hidden_size or 0,
         nvidia=current_platform.is_cuda(),
         peer_sums=_peer_sums(),
     )
