@@ -139,7 +139,7 @@ def kernels_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 def facts_of(folder: Path) -> list[dict[str, Any]]:
     """What two ranks' models say of themselves."""
     stacks = [load(VENDOR, folder, 2, rank).model for rank in range(2)]
-    return [{"wide_layers": rank_engine.wide_layers(s), "kinds": rank_engine.kinds(s)} for s in stacks]
+    return [{"wide_layers": rank_engine.wide_layers(s), "kinds": s.first_of_each_kind()} for s in stacks]
 
 
 def test_ranks_models_are_of_different_kinds_and_warm_up_the_same_layers(

@@ -137,14 +137,18 @@ class TextStack(Loadable, EagleModelMixin):
         For warm-ups: results are meaningless, but every kernel variant of the whole stage is launched. All tensor
         parallel ranks run the same layers.
         """
-        first: dict[Hashable, int] = {}
-        for index, layer in self.own_layers():
-            first.setdefault(self.kind(index, layer), index)
-        self._chosen = self._of_any_rank(sorted(first.values()))
+        self._chosen = self._of_any_rank(self.first_of_each_kind())
         try:
             yield self._chosen
         finally:
             self._chosen = None
+
+    def first_of_each_kind(self) -> list[int]:
+        """The first layer of each kind of this stage, as this rank alone sees them."""
+        first: dict[Hashable, int] = {}
+        for index, layer in self.own_layers():
+            first.setdefault(self.kind(index, layer), index)
+        return sorted(first.values())
 
     def _of_any_rank(self, chosen: list[int]) -> list[int]:
         """The layers that some tensor parallel rank has chosen.

@@ -48,7 +48,7 @@ def facts(llm: Any) -> dict[str, Any]:
         "expert_parallel": any(layer.expert_parallel for layer in layers),
         "layers": [stack.start_layer, stack.end_layer],
         "wide_layers": wide_layers(stack),
-        "kinds": kinds(stack),
+        "kinds": stack.first_of_each_kind(),
         "graphs": str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode),
     }
 
@@ -64,14 +64,6 @@ def wide_layers(stack: Any) -> list[int]:
         return any(int(t.view(torch.uint8).max()) > 128 for t in scales)
 
     return [index for index, layer in stack.own_layers() if wide(layer)]
-
-
-def kinds(stack: Any) -> list[int]:
-    """The first layer of each kind on this rank."""
-    first: dict[Any, int] = {}
-    for index, layer in stack.own_layers():
-        first.setdefault(stack.kind(index, layer), index)
-    return sorted(first.values())
 
 
 def runner(llm: Any) -> Any:
