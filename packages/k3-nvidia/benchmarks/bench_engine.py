@@ -238,7 +238,7 @@ def measure(llm: Any, who: dict[str, Any], options: argparse.Namespace) -> None:
             refused += [f"decode {batch}: {found[key]}" for key in REFUSALS if key in found]
         for length in LENGTHS if not small else (300,):
             found = prefill_ms(llm, length, 5 if length < 16384 else 3, traced, keep)
-            if (timeline := found.pop("timeline", None)) and length in (300, 8192):
+            if (timeline := found.pop("timeline", None)) and length in engine_steps.TIMELINE_PROMPTS:
                 cases[f"prefill {length}"] = timeline
             say(**who, round=number, prefill=length, **found)
             refused += [f"prefill {length}: {found[key]}" for key in REFUSALS if key in found]

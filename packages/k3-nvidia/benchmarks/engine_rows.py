@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import engine_steps
 import engine_timeline
 
 HERE = Path(__file__).resolve().parent
@@ -141,7 +142,8 @@ def write(out: Path) -> Path:
     if where:
         notes.append(
             "Where a step's time goes: an instant that several kernels cover counts for the one that started first; "
-            "sum of parts and gaps (device idle below 20 us) are the whole. Theirs: the faster rival. Projections: "
+            f"sum of parts and gaps (device idle below {engine_steps.PAUSE_US:g} us) are the whole. Theirs: the faster "
+            "rival. Projections: "
             "every product but the router's and the head's, those of the shared experts included. Kernel by kernel: "
             "the lines `timeline` of engine.jsonl."
         )

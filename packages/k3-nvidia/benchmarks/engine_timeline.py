@@ -7,7 +7,7 @@ rest in the process that writes the result file; nothing here needs torch. Times
 several spans cover belongs to the one that started first and still runs. A kernel launched programmatically dependent
 starts early and waits for the one before, so the earlier one is what that instant is spent on; on a second stream a
 kernel is exposed only where the first has nothing. Exposed times and the gaps (the device idle for less than
-``engine_worker.PAUSE_US`` within a step) add up to ``device_ms``, exactly: the sum of parts is the whole.
+``engine_steps.PAUSE_US`` within a step) add up to ``device_ms``, exactly: the sum of parts is the whole.
 """
 
 from __future__ import annotations

@@ -12,11 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Kernels of one graph follow each other within two microseconds, and so do those of a launch queue that is never
-#: empty; a longer pause is the device waiting for the host and belongs to no step. On an H200 any threshold from 2 to 5
-#: gives the same figures; 20 counted up to 85 us a step of waits between vLLM's own launches beside starting engines.
-PAUSE_US = 5.0
-
 _profile: Any = None
 
 
@@ -170,7 +165,7 @@ def stop_profile(worker: Any, tokens: int | None, keep: str = "") -> dict[str, A
     events = [e for e in _profile.events() if str(e.device_type).endswith("CUDA")]
     launches = [(e.name, getattr(e, "device_resource_id", 0), e.time_range.start, e.time_range.end) for e in events]
     if keep:
-        engine_steps.write(Path(keep), launches, tokens, PAUSE_US)
+        engine_steps.write(Path(keep), launches, tokens, engine_steps.PAUSE_US)
     if tokens is None:
-        return engine_steps.request(launches, PAUSE_US)
-    return engine_steps.decode(launches, tokens, PAUSE_US)
+        return engine_steps.request(launches, engine_steps.PAUSE_US)
+    return engine_steps.decode(launches, tokens, engine_steps.PAUSE_US)

@@ -175,7 +175,7 @@ def write_table(results: dict[str, Any], path: Path) -> None:
     data = json.loads(path.read_text())
     old = data["devices"].get(environment["device"], {"rows": []})["rows"]
     held = {(row["m"], row["n"], row["k"]): row["hold"] for row in old if "hold" in row}
-    for row in rows:  # measured in a step (sweep_moe_step.py), whatever kernel it is
+    for row in rows:  # measured in a whole step (tuning/skinny.py), whatever kernel it is
         if found := held.get((row["m"], row["n"], row["k"])):
             row["hold"] = found
     data["devices"][environment["device"]] = {

@@ -43,8 +43,9 @@ from k3_nvidia.tuning.moe_step import Schedule
 
 #: Measured in this order, those of the benchmark page first; vLLM captures graphs up to 512 by default.
 TOKENS, LAST_GRAPH = (1, 8, 32, 128, 8192, 16, 2048, 64, 512, 4, 2, 256, 1024), 512
-#: Up to here an eager step takes as long as the host needs to launch it (1024 and 2048 tokens took the same 18 ms on an
-#: H200), and a second stream is more to launch: one stream, whatever a busy host's figures say.
+#: Up to here an eager step takes as long as the host needs to launch it (an engine's prompt of 1024 tokens: 21 ms and
+#: more, 6 of them the device's; results/engine.jsonl, TP16), and a second stream is more to launch: one stream,
+#: whatever a busy host's figures say.
 HOST_BOUND = 2048
 #: Rows of x whose products may hold weights, in this order; processes that compile what will be tried.
 HELD_TOKENS, WORKERS = (1, 8, 32, 16, 4), 10
@@ -127,21 +128,21 @@ def device_name() -> str:
 Held = Mapping[Size, int]
 
 
-def holding(model: Any, held: Held | None) -> None:
-    """Every product holds so many steps from now on, none where its size is not named; None: as the table says."""
+def holding(model: Any, held: Held) -> None:
+    """Every product holds so many steps from now on, none where its size is not named."""
     device, kernels = device_name(), few_rows._kernels()
     for apply in hooked(model):
+        steps = dict.fromkeys(skinny.KINDS, held.get(apply.size, 0))
         found = skinny.choices(*apply.size, device, kernels)
-        if held is not None:
-            steps = dict.fromkeys(skinny.KINDS, held.get(apply.size, 0))
-            found = [None if choice is None else skinny.holding(choice, steps) for choice in found]
-        apply.products = few_rows.products(found)
+        apply.products = few_rows.products([None if c is None else skinny.holding(c, steps) for c in found])
 
 
 def step(model: Any, how: Schedule, held: Held | None, x: torch.Tensor) -> torch.Tensor:
-    """All layers in a row, as they are set for this call: a graph keeps that."""
+    """All layers in a row, as they are set for this call: a graph keeps that. held: None as the engine set them, which
+    costs the clock of an eager call nothing."""
     under(experts_of(model), how)
-    holding(model, held)
+    if held is not None:
+        holding(model, held)
     result: torch.Tensor = model(x.clone(), None)
     return result
 
@@ -371,9 +372,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="no row begins later")
     parser.add_argument("--hold", action="store_true", help="measure what products hold instead")
     parser.add_argument("--worker", type=int, nargs=2, help="(internal) compile a part")
-    parser.add_argument(
-        "--adopt", type=Path, nargs="+", help="only write what these files' rows asked for into the table"
-    )
+    parser.add_argument("--adopt", type=Path, nargs="+", help="only write what these files' rows held into the table")
     options = parser.parse_args()
     if options.adopt:
         adopt(options.adopt)

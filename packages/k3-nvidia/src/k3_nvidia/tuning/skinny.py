@@ -4,9 +4,10 @@ Rule: a device, a matrix size or a row count that was not measured is cuBLAS's, 
 ours was faster by ``MARGIN``. M in between takes the entry of the next larger M that was measured. Where the CuTe DSL
 is not installed its entries are passed over for the next best. An empty table changes nothing.
 
-``hold`` of a row is how many steps of W a product of Triton loads before it waits for x (``skinny_gemm.Config``), as
-measured in a step (``benchmarks/sweep_moe_step.py --hold``); none without it. ``K3_HOLD`` overrides it, for
-measurements: ``vector:2,dot:1`` by kind of kernel, a kind that is not named holds nothing.
+``hold`` of a row is how many steps of W a product of Triton loads before it waits for x (``skinny_gemm.Config``); none
+without it. ``K3_HOLD`` overrides it, for measurements: ``vector:2,dot:1`` by kind of kernel, a kind that is not named
+holds nothing. The entries of an H200 are what an engine with that setting won against one without (bench_engine.py,
+2026-11-30): one row of TP16. ``benchmarks/sweep_moe_step.py --hold`` measures size by size; it has not run on a device.
 """
 
 from __future__ import annotations
